@@ -15,7 +15,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let descriptors = protox::compile(files, ["proto"])?;
     let out = PathBuf::from(env::var("OUT_DIR")?);
-    fs::write(out.join("berth_descriptor.bin"), descriptors.encode_to_vec())?;
+    fs::write(
+        out.join("berth_descriptor.bin"),
+        descriptors.encode_to_vec(),
+    )?;
 
     tonic_prost_build::configure()
         // Prompts and packed results are large: `Bytes` shares the buffer that

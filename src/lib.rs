@@ -1,1 +1,17 @@
+//! Berth: a gRPC control plane that keeps every turn of a trajectory on the
+//! data-parallel rank that holds its KV cache, and generates every idempotency
+//! key once.
+
+pub mod api;
+pub mod call;
+pub mod cli;
+pub mod engine;
+pub mod error;
+pub mod fleet;
+pub mod harness;
+pub mod ids;
 pub mod proto;
+pub mod routing;
+pub mod sidecar;
+pub mod stack;
+pub mod store;

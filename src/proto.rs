@@ -11,5 +11,4 @@
 tonic::include_proto!("berth.v1");
 
 /// All descriptors, for reflection.
-pub const DESCRIPTORS: &[u8] =
-    include_bytes!(concat!(env!("OUT_DIR"), "/berth_descriptor.bin"));
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/berth_descriptor.bin"));

@@ -1,0 +1,49 @@
+//! The subcommands of `berth`, one file each.
+
+pub mod bench;
+pub mod demo;
+pub mod serve;
+pub mod sidecar;
+pub mod sim_engine;
+
+use clap::{Parser, Subcommand};
+
+/// Routes LLM sampling for reinforcement learning: every trajectory to the rank
+/// that holds its KV cache, every idempotency key generated once.
+#[derive(Debug, Parser)]
+#[command(name = "berth", version, about)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the control plane.
+    Serve(serve::Args),
+    /// Run beside an engine: register it, report its health, drain it.
+    Sidecar(sidecar::Args),
+    /// Run a simulated engine that speaks SGLang's HTTP.
+    SimEngine(sim_engine::Args),
+    /// The control plane, eight simulated H100 replicas and the ablation, in one go.
+    Demo(demo::Args),
+    /// Measure a running control plane.
+    Bench(bench::Args),
+}
+
+impl Cli {
+    /// Runs the subcommand to its end.
+    ///
+    /// # Errors
+    /// What the subcommand reports; its chain is printed and the process ends
+    /// with status 1.
+    pub async fn run(self) -> anyhow::Result<()> {
+        match self.command {
+            Command::Serve(args) => serve::run(args).await,
+            Command::Sidecar(args) => sidecar::run(args).await,
+            Command::SimEngine(args) => sim_engine::run(args).await,
+            Command::Demo(args) => demo::run(args).await,
+            Command::Bench(args) => bench::run(args).await,
+        }
+    }
+}
