@@ -21,12 +21,12 @@ pub struct SampleCall {
     pub tenant: Tenant,
     /// Its name in logs, and the seed of what is random about its routing.
     pub request_id: Arc<str>,
-    /// When its caller gives up. Set by the deadline layer.
-    pub deadline: Instant,
+    /// When its caller gives up; the deadline layer fills in the server's default.
+    pub deadline: Option<Instant>,
     /// Names the generation.
     pub idempotency_key: Option<IdempotencyKey>,
     /// What to generate.
-    pub params: SampleParams,
+    pub params: Arc<SampleParams>,
     /// Overrides the routing policy.
     pub routing_policy: Option<RoutingPolicy>,
     /// Greater is served earlier. -1000 to 1000.
@@ -47,7 +47,7 @@ pub struct SampleParams {
     /// The whole history.
     pub prompt: Prompt,
     /// How to sample.
-    pub sampling: Sampling,
+    pub sampling: Arc<Sampling>,
     /// Completions wanted.
     pub num_samples: u32,
     /// Log probabilities wanted.

@@ -6,6 +6,8 @@ use std::{borrow::Cow, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
+use crate::store::StoreError;
+
 /// Why a call failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[expect(
@@ -25,6 +27,8 @@ pub enum Reason {
     WeightsNotServed,
     NotSupported,
     StaleIncarnation,
+    IncarnationDead,
+    FleetFull,
     NoReplica,
     ReplicaLost,
     OutcomeUnknown,
@@ -32,6 +36,7 @@ pub enum Reason {
     EngineBusy,
     TooManyWaiters,
     StoreFull,
+    StoreFailed,
     PromptCondemned,
     Deadline,
     Cancelled,
@@ -115,6 +120,18 @@ impl Error {
     }
 }
 
+impl From<StoreError> for Error {
+    fn from(error: StoreError) -> Self {
+        let reason = match &error {
+            StoreError::Full(_) => Reason::StoreFull,
+            StoreError::NotOwner => Reason::OutcomeUnknown,
+            StoreError::Damaged(_) => Reason::DataLoss,
+            StoreError::Failed(_) => Reason::StoreFailed,
+        };
+        Self::new(reason, error.to_string())
+    }
+}
+
 impl Reason {
     /// Whether the same request fails the same way whenever it is sent: only
     /// such failures are kept under an idempotency key. What depends on the
@@ -129,7 +146,9 @@ impl Reason {
             Self::NoReplica | Self::ReplicaLost | Self::ShuttingDown => {
                 Some(Duration::from_secs(1))
             }
-            Self::OutcomeUnknown | Self::StoreFull => Some(Duration::from_secs(5)),
+            Self::OutcomeUnknown | Self::StoreFull | Self::StoreFailed => {
+                Some(Duration::from_secs(5))
+            }
             Self::EngineBusy | Self::TooManyWaiters => Some(Duration::from_millis(500)),
             _ => None,
         }

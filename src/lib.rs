@@ -2,9 +2,11 @@
 //! data-parallel rank that holds its KV cache, and generates every idempotency
 //! key once.
 
+pub mod admin;
 pub mod api;
 pub mod call;
 pub mod cli;
+pub mod config;
 pub mod engine;
 pub mod error;
 pub mod fleet;
@@ -12,6 +14,7 @@ pub mod harness;
 pub mod ids;
 pub mod proto;
 pub mod routing;
+pub mod server;
 pub mod sidecar;
 pub mod stack;
 pub mod store;

@@ -1,1 +1,10 @@
-//! To be filled.
+//! The tonic services: a message becomes a call of the domain, a result a
+//! message, an error a status. Nothing is decided here.
+
+pub mod fleet;
+mod read;
+mod register;
+pub mod replica;
+pub mod sampling;
+pub mod status;
+mod write;

@@ -47,3 +47,19 @@ impl Cli {
         }
     }
 }
+
+/// Sets up logging, once for the process, to standard error.
+///
+/// # Errors
+/// When `filter` is none.
+fn log(format: crate::config::LogFormat, filter: &str) -> anyhow::Result<()> {
+    use crate::config::LogFormat;
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::try_new(filter)?)
+        .with_writer(std::io::stderr);
+    match format {
+        LogFormat::Human => builder.init(),
+        LogFormat::Json => builder.json().flatten_event(true).init(),
+    }
+    Ok(())
+}

@@ -1,13 +1,71 @@
-//! `berth serve`.
+//! `berth serve`: the control plane.
+
+use std::path::PathBuf;
+
+use anyhow::bail;
+use clap::CommandFactory;
+
+use crate::{
+    config::{Config, Options, unknown_variables},
+    server::{Server, drain_on_signals},
+};
 
 /// Options.
 #[derive(Debug, clap::Args)]
-pub struct Args {}
+pub struct Args {
+    /// A TOML file with any of these options, as `max-pins = 1000`. What flags or
+    /// environment say goes before it.
+    #[arg(long, env = "BERTH_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
 
-/// Runs it.
+    /// Check the configuration, print what it comes to, and end.
+    #[arg(long)]
+    check_config: bool,
+
+    #[command(flatten)]
+    options: Options,
+}
+
+/// Serves until SIGTERM or SIGINT.
 ///
 /// # Errors
-/// What stops it.
-pub async fn run(_args: Args) -> anyhow::Result<()> {
-    Ok(())
+/// A configuration that is not usable, a store that cannot be opened, a port
+/// that cannot be bound.
+pub async fn run(args: Args) -> anyhow::Result<()> {
+    let unknown = unknown_variables(std::env::vars().map(|(name, _)| name), &known_variables());
+    if !unknown.is_empty() {
+        bail!(
+            "unknown environment variables: {} (see `berth serve --help`)",
+            unknown.join(", ")
+        );
+    }
+    let file = match &args.config {
+        Some(path) => Options::from_file(path)?,
+        None => Options::default(),
+    };
+    let config = Config::resolve(args.options.or(file))?;
+    if args.check_config {
+        println!("{config:#?}");
+        return Ok(());
+    }
+    super::log(config.log_format, &config.log)?;
+    let server = Server::start(config).await?;
+    drain_on_signals(server.drain_token())?;
+    server.ended().await
+}
+
+/// The variables that any subcommand knows.
+fn known_variables() -> Vec<String> {
+    fn collect(command: &clap::Command, into: &mut Vec<String>) {
+        into.extend(
+            command
+                .get_arguments()
+                .filter_map(|a| a.get_env())
+                .map(|name| name.to_string_lossy().into_owned()),
+        );
+        command.get_subcommands().for_each(|c| collect(c, into));
+    }
+    let mut known = Vec::new();
+    collect(&super::Cli::command(), &mut known);
+    known
 }

@@ -56,8 +56,7 @@ pub struct EngineRequest {
     pub prompt: Prompt,
     /// Tokens to generate at most.
     pub max_tokens: u32,
-    /// How to sample; its `max_tokens` is not looked at, its `seed` is this
-    /// sample's own.
+    /// How to sample.
     pub sampling: SamplingRef,
     /// Log probabilities wanted.
     pub logprobs: LogprobsWanted,
@@ -71,13 +70,16 @@ pub struct EngineRequest {
     pub stream: StreamMode,
 }
 
-/// Shared sampling parameters with a sample's own seed.
+/// Sampling parameters: those that all samples share, and what is an attempt's
+/// own, which goes before the shared `seed`, `min_tokens` and `max_tokens`.
 #[derive(Clone)]
 pub struct SamplingRef {
     /// As the request has them.
     pub shared: Arc<Sampling>,
     /// This sample's seed.
     pub seed: Option<u64>,
+    /// Tokens that this attempt must still generate before a stop counts.
+    pub min_tokens: u32,
 }
 
 impl std::fmt::Debug for SamplingRef {
@@ -119,6 +121,8 @@ pub struct TokenChunk {
     pub logprobs: Option<Vec<f32>>,
     /// Alternatives, where asked for.
     pub top_logprobs: Option<TopLogprobs>,
+    /// The weights that made them, where the engine says so in each frame.
+    pub weight_version: Option<String>,
 }
 
 /// How a generation ended. Its tokens came before.

@@ -1,1 +1,441 @@
-//! To be filled.
+//! The fleet: which replicas there are, how they are, and what of that routing
+//! may use.
+//!
+//! Changes happen under one short lock and end by publishing a new immutable
+//! [`Snapshot`]; readers never take a lock. Nothing slow is done under it: the
+//! store is asked before, ports are probed outside. Incarnations come from the
+//! store and only grow, so a late word of an older start changes nothing.
+
+mod entry;
+pub mod facts;
+pub mod lease;
+mod probe;
+pub mod snapshot;
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use arc_swap::ArcSwap;
+use tokio::{sync::watch, time::Instant};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use entry::Entry;
+pub use entry::{Health, RankStatus, ReplicaStatus};
+use facts::{RankReport, ReplicaFacts, ReportedState};
+use lease::{LeaseConfig, Liveness};
+use snapshot::{RankLoad, RankSlot, RankState, RankView, ReplicaView, Snapshot};
+
+use crate::{
+    error::{Error, Reason},
+    ids::{Incarnation, ReplicaId, Target},
+    store::Store,
+};
+
+/// How the fleet is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FleetConfig {
+    /// Leases.
+    pub lease: LeaseConfig,
+    /// A dead replica is shown for so long, then forgotten.
+    pub forget_after: Duration,
+    /// Replicas known at once, dead ones included; more are refused.
+    pub max_replicas: usize,
+}
+
+impl Default for FleetConfig {
+    fn default() -> Self {
+        Self {
+            lease: LeaseConfig::default(),
+            forget_after: Duration::from_secs(600),
+            max_replicas: 4096,
+        }
+    }
+}
+
+/// What a registration is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Registered {
+    /// Of this start.
+    pub incarnation: Incarnation,
+    /// Without a heartbeat for this long it is dead.
+    pub lease_ttl: Duration,
+    /// How often to beat.
+    pub heartbeat_interval: Duration,
+    /// Of the store.
+    pub epoch: u64,
+}
+
+/// One heartbeat.
+#[derive(Clone, Debug)]
+pub struct Beat {
+    /// Who.
+    pub replica: ReplicaId,
+    /// Which start.
+    pub incarnation: Incarnation,
+    /// Greater than that of the beat before, else the beat is ignored.
+    pub sequence: u64,
+    /// The sidecar's view.
+    pub state: ReportedState,
+    /// Of each rank.
+    pub ranks: Vec<RankReport>,
+}
+
+/// The fleet.
+pub struct Fleet {
+    config: FleetConfig,
+    store: Arc<dyn Store>,
+    state: Mutex<State>,
+    snapshot: ArcSwap<Snapshot>,
+    changed: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+struct State {
+    replicas: BTreeMap<ReplicaId, Entry>,
+    next_slot: u32,
+}
+
+impl Fleet {
+    /// An empty one.
+    pub fn new(config: FleetConfig, store: Arc<dyn Store>) -> Arc<Self> {
+        Arc::new(Self {
+            config,
+            store,
+            state: Mutex::default(),
+            snapshot: ArcSwap::default(),
+            changed: watch::channel(0).0,
+        })
+    }
+
+    /// The fleet as it is.
+    pub fn snapshot(&self) -> Arc<Snapshot> {
+        self.snapshot.load_full()
+    }
+
+    /// Wakes at every change of the snapshot.
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// Announces one start of a replica. Repeated, it gives the same incarnation
+    /// and takes the facts as they are now.
+    ///
+    /// # Errors
+    /// INCARNATION_DEAD when this very start was declared dead,
+    /// STALE_INCARNATION when a newer one is known, and what the store says.
+    pub async fn register(&self, facts: ReplicaFacts) -> Result<Registered, Error> {
+        // Before the store keeps anything: a stranger must not fill it.
+        {
+            let state = self.lock();
+            if !state.replicas.contains_key(&facts.id)
+                && state.replicas.len() >= self.config.max_replicas
+            {
+                return Err(Error::new(
+                    Reason::FleetFull,
+                    format!(
+                        "{} replicas are known, as many as are allowed (max-replicas)",
+                        state.replicas.len()
+                    ),
+                ));
+            }
+        }
+        let grant = self
+            .store
+            .incarnation(facts.id.clone(), facts.boot.clone())
+            .await
+            .map_err(Error::from)?;
+        let now = Instant::now();
+        let mut state = self.lock();
+        if let Some(known) = state.replicas.get_mut(&facts.id) {
+            if known.incarnation > grant.incarnation {
+                return Err(stale(&facts.id, grant.incarnation, known.incarnation));
+            }
+            if known.incarnation == grant.incarnation {
+                if known.lease.liveness() == Liveness::Dead {
+                    return Err(dead(&facts.id, grant.incarnation));
+                }
+                known.lease.beat(now, &self.config.lease);
+                if known.facts() != &facts {
+                    let slots = known.slots_for(&facts.ranks);
+                    let slots = fill_slots(&mut state.next_slot, slots);
+                    if let Some(known) = state.replicas.get_mut(&facts.id) {
+                        known.replace_facts(facts, slots);
+                    }
+                }
+                self.publish(&mut state);
+                return Ok(self.registered(grant.incarnation));
+            }
+        }
+        info!(
+            replica = %facts.id,
+            incarnation = %grant.incarnation,
+            model = %facts.model,
+            ranks = facts.ranks.len(),
+            url = %facts.url,
+            "replica registered"
+        );
+        let slots = vec![None; facts.ranks.len()];
+        let slots = fill_slots(&mut state.next_slot, slots);
+        state.replicas.insert(
+            facts.id.clone(),
+            Entry::new(facts, grant.incarnation, slots, now),
+        );
+        self.publish(&mut state);
+        Ok(self.registered(grant.incarnation))
+    }
+
+    fn registered(&self, incarnation: Incarnation) -> Registered {
+        Registered {
+            incarnation,
+            lease_ttl: self.config.lease.ttl(),
+            heartbeat_interval: self.config.lease.interval,
+            epoch: self.store.epoch(),
+        }
+    }
+
+    /// A heartbeat.
+    ///
+    /// # Errors
+    /// REREGISTER for an unknown replica, STALE_INCARNATION for an older start,
+    /// INCARNATION_DEAD for one that was declared dead.
+    pub fn beat(&self, beat: Beat) -> Result<(), Error> {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let Some(entry) = state.replicas.get_mut(&beat.replica) else {
+            return Err(Error::new(
+                Reason::Reregister,
+                format!(
+                    "replica {} is not known here (the control plane may have been \
+                     restarted): register it again",
+                    beat.replica
+                ),
+            ));
+        };
+        if entry.incarnation != beat.incarnation {
+            return Err(if beat.incarnation > entry.incarnation {
+                Error::new(
+                    Reason::Reregister,
+                    format!(
+                        "incarnation {} of {} is not known here: register it again",
+                        beat.incarnation, beat.replica
+                    ),
+                )
+            } else {
+                stale(&beat.replica, beat.incarnation, entry.incarnation)
+            });
+        }
+        if entry.lease.liveness() == Liveness::Dead {
+            return Err(dead(&beat.replica, beat.incarnation));
+        }
+        if beat.sequence <= entry.sequence {
+            return Ok(());
+        }
+        entry.sequence = beat.sequence;
+        let returned = entry.lease.beat(now, &self.config.lease);
+        if returned && entry.lease.liveness() == Liveness::Alive {
+            info!(replica = %beat.replica, incarnation = %beat.incarnation, "replica is back");
+        }
+        let changed = entry.take_reports(beat.state, beat.ranks);
+        if returned || changed {
+            self.publish(&mut state);
+        }
+        Ok(())
+    }
+
+    /// A replica leaves. Unknown and older ones are left as they are.
+    pub fn deregister(&self, replica: &ReplicaId, incarnation: Incarnation) {
+        self.end(replica, incarnation, "it deregistered");
+    }
+
+    /// The data path got an answer from this rank, by weights of this version.
+    pub fn answered(&self, target: &Target, weight_version: Option<&str>) {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let Some(entry) = state.current(target) else {
+            return;
+        };
+        entry.lease.succeeded(now);
+        let changed = weight_version.is_some_and(|v| entry.saw_weights(target.rank, v));
+        if changed {
+            self.publish(&mut state);
+        }
+    }
+
+    /// The data path could not reach this rank, or lost it: its port is asked,
+    /// and one that refuses is dead at once.
+    pub fn unreachable(self: &Arc<Self>, target: &Target) {
+        let url = {
+            let mut state = self.lock();
+            let Some(entry) = state.current(target) else {
+                return;
+            };
+            if entry.lease.liveness() == Liveness::Dead || entry.probing {
+                return;
+            }
+            entry.probing = true;
+            entry.url_of(target.rank)
+        };
+        let (fleet, target) = (Arc::clone(self), target.clone());
+        tokio::spawn(async move {
+            let refused = probe::port_refuses(&url).await;
+            if let Some(entry) = fleet.lock().current(&target) {
+                entry.probing = false;
+            }
+            if refused {
+                fleet.end(
+                    &target.replica,
+                    target.incarnation,
+                    "its port refuses connections",
+                );
+            }
+        });
+    }
+
+    fn end(&self, replica: &ReplicaId, incarnation: Incarnation, reason: &'static str) {
+        let mut state = self.lock();
+        if let Some(entry) = state.replicas.get_mut(replica)
+            && entry.incarnation == incarnation
+            && entry.lease.liveness() != Liveness::Dead
+        {
+            entry.die(reason, Instant::now());
+            info!(%replica, %incarnation, reason, "replica is dead");
+            self.publish(&mut state);
+        }
+    }
+
+    /// Lets time pass: leases run out, dead replicas are forgotten. `stall` is
+    /// how long this process itself did not run since the last call.
+    pub fn tick(&self, now: Instant, stall: Duration) {
+        let mut state = self.lock();
+        let mut changed = false;
+        for (replica, entry) in &mut state.replicas {
+            entry.lease.extend(stall);
+            if entry.lease.tick(now, &self.config.lease) {
+                changed = true;
+                match entry.lease.liveness() {
+                    Liveness::Dead => {
+                        entry.die("its heartbeats stopped", now);
+                        warn!(%replica, incarnation = %entry.incarnation, "replica is dead: its heartbeats stopped");
+                    }
+                    Liveness::Suspect { .. } => {
+                        warn!(%replica, incarnation = %entry.incarnation, "replica is suspect: heartbeats are missing");
+                    }
+                    Liveness::Alive => {}
+                }
+            }
+        }
+        let before = state.replicas.len();
+        let forget_after = self.config.forget_after;
+        state
+            .replicas
+            .retain(|_, e| e.died_at.is_none_or(|at| now - at < forget_after));
+        if changed || state.replicas.len() != before {
+            self.publish(&mut state);
+        }
+    }
+
+    /// Calls [`tick`](Self::tick) until told to stop.
+    pub async fn keep(self: Arc<Self>, stop: CancellationToken) {
+        let period = (self.config.lease.interval / 4).max(Duration::from_millis(10));
+        let mut last = Instant::now();
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep_until(last + period) => {}
+            }
+            let now = Instant::now();
+            // Later than a whole period: the process was stopped or starved, and
+            // beats that came meanwhile are still in its sockets.
+            let late = now.saturating_duration_since(last + period);
+            let stall = if late > period { late } else { Duration::ZERO };
+            last = now;
+            self.tick(now, stall);
+        }
+    }
+
+    /// All replicas, for people.
+    pub fn list(&self) -> Vec<ReplicaStatus> {
+        let now = Instant::now();
+        self.lock()
+            .replicas
+            .values()
+            .map(|e| e.status(now, &self.config.lease))
+            .collect()
+    }
+
+    /// One replica, for people.
+    pub fn get(&self, replica: &ReplicaId) -> Option<ReplicaStatus> {
+        let now = Instant::now();
+        self.lock()
+            .replicas
+            .get(replica)
+            .map(|e| e.status(now, &self.config.lease))
+    }
+
+    fn publish(&self, state: &mut State) {
+        let previous = self.snapshot.load();
+        let ranks = state.replicas.values().flat_map(Entry::views).collect();
+        let lost = state
+            .replicas
+            .values()
+            .filter(|e| e.lease.liveness() == Liveness::Dead)
+            .map(|e| Arc::clone(&e.facts().model))
+            .collect();
+        self.snapshot
+            .store(Arc::new(Snapshot::build(ranks, lost, &previous)));
+        self.changed.send_modify(|version| *version += 1);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// The entry that `target` speaks of, if that start is the current one.
+    fn current(&mut self, target: &Target) -> Option<&mut Entry> {
+        self.replicas
+            .get_mut(&target.replica)
+            .filter(|e| e.incarnation == target.incarnation)
+    }
+}
+
+type Slot = (RankSlot, Arc<RankLoad>);
+
+/// Gives new slots to the ranks that have none.
+fn fill_slots(next: &mut u32, slots: Vec<Option<Slot>>) -> Vec<Slot> {
+    slots
+        .into_iter()
+        .map(|slot| {
+            slot.unwrap_or_else(|| {
+                // Four thousand million starts of ranks: never within one process.
+                *next = next.wrapping_add(1);
+                (RankSlot(*next), Arc::default())
+            })
+        })
+        .collect()
+}
+
+fn stale(replica: &ReplicaId, is: Incarnation, newest: Incarnation) -> Error {
+    Error::new(
+        Reason::StaleIncarnation,
+        format!("incarnation {is} of {replica} is over: {newest} is registered"),
+    )
+}
+
+fn dead(replica: &ReplicaId, incarnation: Incarnation) -> Error {
+    Error::new(
+        Reason::IncarnationDead,
+        format!(
+            "incarnation {incarnation} of {replica} was declared dead, which is final: \
+             register with a new boot id"
+        ),
+    )
+}
+
+#[cfg(test)]
+mod tests;

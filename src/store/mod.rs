@@ -57,6 +57,13 @@ pub struct Fingerprint(pub [u8; 32]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct OwnerId(pub u64);
 
+impl OwnerId {
+    /// A new one, for this run.
+    pub fn mint() -> Self {
+        Self(uuid::Uuid::new_v4().as_u64_pair().0)
+    }
+}
+
 /// One try of one sample, as it is written before the first byte leaves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttemptRecord {

@@ -1,0 +1,81 @@
+//! `ReplicaService`.
+
+use std::sync::Arc;
+
+use tonic::{Request, Response, Status, transport::server::TcpConnectInfo};
+
+use super::{register, write};
+use crate::{
+    fleet::{Beat, Fleet},
+    ids::{Incarnation, ReplicaId},
+    proto::{self, replica_service_server::ReplicaService},
+};
+
+/// The service.
+pub struct Replicas {
+    fleet: Arc<Fleet>,
+    rules: register::Rules,
+}
+
+impl Replicas {
+    /// Over this fleet.
+    pub fn new(fleet: Arc<Fleet>, allow_unknown_vocabulary: bool) -> Self {
+        Self {
+            fleet,
+            rules: register::Rules {
+                allow_unknown_vocabulary,
+            },
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl ReplicaService for Replicas {
+    async fn register_replica(
+        &self,
+        request: Request<proto::RegisterReplicaRequest>,
+    ) -> Result<Response<proto::RegisterReplicaResponse>, Status> {
+        let caller = request
+            .extensions()
+            .get::<TcpConnectInfo>()
+            .and_then(TcpConnectInfo::remote_addr);
+        let facts = register::facts(request.into_inner(), caller, &self.rules)?;
+        let registered = self.fleet.register(facts).await?;
+        Ok(Response::new(proto::RegisterReplicaResponse {
+            incarnation: registered.incarnation.0,
+            lease_ttl: write::duration(registered.lease_ttl),
+            heartbeat_interval: write::duration(registered.heartbeat_interval),
+            epoch: registered.epoch,
+        }))
+    }
+
+    async fn heartbeat(
+        &self,
+        request: Request<proto::HeartbeatRequest>,
+    ) -> Result<Response<proto::HeartbeatResponse>, Status> {
+        let message = request.into_inner();
+        let beat = Beat {
+            replica: ReplicaId::new(message.replica_id.clone()),
+            incarnation: Incarnation(message.incarnation),
+            sequence: message.sequence,
+            state: register::reported_state(message.state()),
+            ranks: register::reports(message.ranks)?,
+        };
+        self.fleet.beat(beat)?;
+        Ok(Response::new(proto::HeartbeatResponse {
+            directive: proto::Directive::Continue.into(),
+        }))
+    }
+
+    async fn deregister_replica(
+        &self,
+        request: Request<proto::DeregisterReplicaRequest>,
+    ) -> Result<Response<proto::DeregisterReplicaResponse>, Status> {
+        let message = request.into_inner();
+        self.fleet.deregister(
+            &ReplicaId::new(message.replica_id),
+            Incarnation(message.incarnation),
+        );
+        Ok(Response::new(proto::DeregisterReplicaResponse {}))
+    }
+}

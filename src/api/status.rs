@@ -1,0 +1,216 @@
+//! Errors become statuses here, and nowhere else. The table at the end of
+//! `sampling.proto` says the same to users, and a test holds the two together.
+
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+use crate::error::{Error, Reason};
+
+/// The domain of every ErrorInfo.
+pub const DOMAIN: &str = "berth.dev";
+
+impl Reason {
+    /// Its gRPC code.
+    pub fn code(self) -> Code {
+        match self {
+            Self::InvalidRequest
+            | Self::ModelAmbiguous
+            | Self::PromptTooLong
+            | Self::TokenOutOfVocabulary
+            | Self::EngineRefused => Code::InvalidArgument,
+            Self::ModelNotFound | Self::KeyNotFound | Self::ReplicaNotFound | Self::Reregister => {
+                Code::NotFound
+            }
+            Self::IdempotencyKeyReused => Code::AlreadyExists,
+            Self::WeightsNotServed
+            | Self::NotSupported
+            | Self::StaleIncarnation
+            | Self::IncarnationDead
+            | Self::PromptCondemned => Code::FailedPrecondition,
+            Self::NoReplica
+            | Self::ReplicaLost
+            | Self::OutcomeUnknown
+            | Self::StoreFailed
+            | Self::ShuttingDown => Code::Unavailable,
+            Self::EngineBusy | Self::TooManyWaiters | Self::StoreFull | Self::FleetFull => {
+                Code::ResourceExhausted
+            }
+            Self::Deadline => Code::DeadlineExceeded,
+            Self::Cancelled => Code::Cancelled,
+            Self::EngineMisbehaved | Self::Internal => Code::Internal,
+            Self::NotImplemented => Code::Unimplemented,
+            Self::DataLoss => Code::DataLoss,
+        }
+    }
+
+    /// Its name in ErrorInfo.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::InvalidRequest => "INVALID_REQUEST",
+            Self::ModelAmbiguous => "MODEL_AMBIGUOUS",
+            Self::PromptTooLong => "PROMPT_TOO_LONG",
+            Self::TokenOutOfVocabulary => "TOKEN_OUT_OF_VOCABULARY",
+            Self::ModelNotFound => "MODEL_NOT_FOUND",
+            Self::KeyNotFound => "KEY_NOT_FOUND",
+            Self::ReplicaNotFound => "REPLICA_NOT_FOUND",
+            Self::Reregister => "REREGISTER",
+            Self::IdempotencyKeyReused => "IDEMPOTENCY_KEY_REUSED",
+            Self::WeightsNotServed => "WEIGHTS_NOT_SERVED",
+            Self::NotSupported => "NOT_SUPPORTED",
+            Self::StaleIncarnation => "STALE_INCARNATION",
+            Self::IncarnationDead => "INCARNATION_DEAD",
+            Self::FleetFull => "FLEET_FULL",
+            Self::NoReplica => "NO_REPLICA",
+            Self::ReplicaLost => "REPLICA_LOST",
+            Self::OutcomeUnknown => "OUTCOME_UNKNOWN",
+            Self::ShuttingDown => "SHUTTING_DOWN",
+            Self::EngineBusy => "ENGINE_BUSY",
+            Self::TooManyWaiters => "TOO_MANY_WAITERS",
+            Self::StoreFull => "STORE_FULL",
+            Self::StoreFailed => "STORE_FAILED",
+            Self::PromptCondemned => "PROMPT_CONDEMNED",
+            Self::Deadline => "DEADLINE",
+            Self::Cancelled => "CANCELLED",
+            Self::EngineRefused => "ENGINE_REFUSED",
+            Self::EngineMisbehaved => "ENGINE_MISBEHAVED",
+            Self::Internal => "INTERNAL",
+            Self::NotImplemented => "NOT_IMPLEMENTED",
+            Self::DataLoss => "DATA_LOSS",
+        }
+    }
+
+    /// All of them.
+    pub const ALL: [Self; 30] = [
+        Self::InvalidRequest,
+        Self::ModelAmbiguous,
+        Self::PromptTooLong,
+        Self::TokenOutOfVocabulary,
+        Self::ModelNotFound,
+        Self::KeyNotFound,
+        Self::ReplicaNotFound,
+        Self::Reregister,
+        Self::IdempotencyKeyReused,
+        Self::WeightsNotServed,
+        Self::NotSupported,
+        Self::StaleIncarnation,
+        Self::IncarnationDead,
+        Self::FleetFull,
+        Self::NoReplica,
+        Self::ReplicaLost,
+        Self::OutcomeUnknown,
+        Self::ShuttingDown,
+        Self::EngineBusy,
+        Self::TooManyWaiters,
+        Self::StoreFull,
+        Self::StoreFailed,
+        Self::PromptCondemned,
+        Self::Deadline,
+        Self::Cancelled,
+        Self::EngineRefused,
+        Self::EngineMisbehaved,
+        Self::Internal,
+        Self::NotImplemented,
+        Self::DataLoss,
+    ];
+}
+
+/// More violations than this are counted, not listed: header lists are bounded.
+const MAX_VIOLATIONS: usize = 32;
+
+impl From<Error> for Status {
+    fn from(error: Error) -> Self {
+        let mut details = ErrorDetails::new();
+        details.set_error_info(
+            error.reason.name(),
+            DOMAIN,
+            std::collections::HashMap::new(),
+        );
+        for violation in error.violations.iter().take(MAX_VIOLATIONS) {
+            details.add_bad_request_violation(violation.field.as_ref(), &violation.description);
+        }
+        if let Some(wait) = error.retry_after {
+            details.set_retry_info(Some(wait));
+        }
+        Self::with_error_details(error.reason.code(), error.message, details)
+    }
+}
+
+/// A fault of our own of which nothing may be told.
+pub fn internal() -> Status {
+    Error::new(
+        Reason::Internal,
+        "a fault of the server; its log says more under this request's id",
+    )
+    .into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The rows of the table in the proto: reason, code, retry.
+    fn table() -> Vec<(String, String, String)> {
+        include_str!("../../proto/berth/v1/sampling.proto")
+            .lines()
+            .filter_map(|line| line.strip_prefix("// | "))
+            .filter(|row| !row.starts_with("reason"))
+            .map(|row| {
+                let mut cells = row.trim_end_matches('|').split('|').map(str::trim);
+                let mut cell = || cells.next().unwrap().to_owned();
+                (cell(), cell(), cell())
+            })
+            .collect()
+    }
+
+    fn upper_snake(code: Code) -> String {
+        let mut name = String::new();
+        for c in format!("{code:?}").chars() {
+            if c.is_uppercase() && !name.is_empty() {
+                name.push('_');
+            }
+            name.extend(c.to_uppercase());
+        }
+        name
+    }
+
+    #[test]
+    fn the_proto_tells_every_reason_as_it_is() {
+        let mut told: Vec<_> = table().into_iter().map(|(r, c, _)| (r, c)).collect();
+        let mut real: Vec<_> = Reason::ALL
+            .into_iter()
+            .map(|r| (r.name().to_owned(), upper_snake(r.code())))
+            .collect();
+        told.sort();
+        real.sort();
+        assert_eq!(told, real);
+    }
+
+    #[test]
+    fn a_reason_that_says_retry_info_has_it() {
+        for (name, _, retry) in table() {
+            let reason = Reason::ALL.into_iter().find(|r| r.name() == name).unwrap();
+            assert_eq!(
+                Error::new(reason, "").retry_after.is_some(),
+                retry.contains("RetryInfo"),
+                "{name}"
+            );
+        }
+    }
+
+    #[test]
+    fn details_arrive() {
+        let error = Error::invalid(
+            Reason::InvalidRequest,
+            vec![
+                crate::error::Violation::new("a", "is bad"),
+                crate::error::Violation::new("b", "is worse"),
+            ],
+        );
+        let status = Status::from(error);
+        assert_eq!(status.code(), Code::InvalidArgument);
+        let details = status.get_error_details();
+        assert_eq!(details.error_info().unwrap().reason, "INVALID_REQUEST");
+        assert_eq!(details.error_info().unwrap().domain, DOMAIN);
+        assert_eq!(details.bad_request().unwrap().field_violations.len(), 2);
+    }
+}

@@ -1,0 +1,405 @@
+//! The control plane's configuration: flags over `BERTH_*` environment over a
+//! TOML file over defaults. The options stand once, in [`Options`]; unknown keys
+//! in the file and unknown `BERTH_*` variables are errors; everything is checked
+//! before a port is bound, and all faults are told at once.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::{Context, bail};
+use serde::Deserialize;
+
+use crate::{
+    fleet::{FleetConfig, lease::LeaseConfig},
+    routing::RouterConfig,
+    stack::StackConfig,
+};
+
+/// Every option of `berth serve`, as flags, environment and file give it. All
+/// are optional: what none of them gives is a default.
+#[derive(Clone, Debug, Default, clap::Args, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Options {
+    /// Address of the gRPC API. [default: 127.0.0.1:7700]
+    #[arg(long, env = "BERTH_LISTEN", value_name = "IP:PORT")]
+    pub listen: Option<SocketAddr>,
+
+    /// Address of the admin HTTP (health). [default: 127.0.0.1:7701]
+    #[arg(long, env = "BERTH_ADMIN_LISTEN", value_name = "IP:PORT")]
+    pub admin_listen: Option<SocketAddr>,
+
+    /// Folder of the embedded store. [default: berth-data]
+    #[arg(long, env = "BERTH_DATA_DIR", value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+
+    /// How often replicas beat. Suspect after 3 missed beats, dead after 6. [default: 2s]
+    #[arg(long, env = "BERTH_HEARTBEAT_INTERVAL", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub heartbeat_interval: Option<Duration>,
+
+    /// Take replicas that do not know their vocabulary size: token ids are then not checked,
+    /// and one beyond it ends an engine. [default: false]
+    #[arg(long, env = "BERTH_ALLOW_UNKNOWN_VOCABULARY", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub allow_unknown_vocabulary: Option<bool>,
+
+    /// Replicas known at once. [default: 4096]
+    #[arg(long, env = "BERTH_MAX_REPLICAS", value_name = "N")]
+    pub max_replicas: Option<usize>,
+
+    /// Balance against agreement for new keys, from 1 (least loaded) to inf (plain consistent
+    /// hashing). [default: 1]
+    #[arg(long, env = "BERTH_LOAD_FACTOR", value_name = "FACTOR")]
+    pub load_factor: Option<f64>,
+
+    /// A trajectory idle for so long no longer counts as load. [default: 30m]
+    #[arg(long, env = "BERTH_PIN_TTL", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub pin_ttl: Option<Duration>,
+
+    /// Trajectories remembered at most. [default: 1000000]
+    #[arg(long, env = "BERTH_MAX_PINS", value_name = "N")]
+    pub max_pins: Option<usize>,
+
+    /// Deadline of a call that brings none. [default: 10m]
+    #[arg(long, env = "BERTH_DEFAULT_DEADLINE", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub default_deadline: Option<Duration>,
+
+    /// A generation with an idempotency key goes on for so long after its last caller left.
+    /// [default: 30s]
+    #[arg(long, env = "BERTH_GRACE", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub grace: Option<Duration>,
+
+    /// Attempts of one sample, lost ones included. [default: 3]
+    #[arg(long, env = "BERTH_MAX_ATTEMPTS", value_name = "N")]
+    pub max_attempts: Option<u32>,
+
+    /// Bytes of one request or response message. [default: 16777216]
+    #[arg(long, env = "BERTH_MAX_MESSAGE_BYTES", value_name = "N")]
+    pub max_message_bytes: Option<usize>,
+
+    /// Streams that one connection may have open. [default: 4096]
+    #[arg(long, env = "BERTH_MAX_STREAMS", value_name = "N")]
+    pub max_streams: Option<u32>,
+
+    /// On SIGTERM, calls in flight may take so long to finish. [default: 30s]
+    #[arg(long, env = "BERTH_DRAIN_TIMEOUT", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub drain_timeout: Option<Duration>,
+
+    /// Log format: human or json. [default: human]
+    #[arg(long, env = "BERTH_LOG_FORMAT", value_name = "FORMAT")]
+    pub log_format: Option<LogFormat>,
+
+    /// What to log, as tracing's filters are written. [default: info]
+    #[arg(long, env = "BERTH_LOG", value_name = "FILTER")]
+    pub log: Option<String>,
+}
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Human,
+    /// One JSON object a line.
+    Json,
+}
+
+fn time(text: &str) -> Result<Duration, humantime::DurationError> {
+    humantime::parse_duration(text)
+}
+
+fn time_option<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Duration>, D::Error> {
+    let text = String::deserialize(from)?;
+    time(&text).map(Some).map_err(|e| {
+        serde::de::Error::custom(format!("{text:?} is no time as \"2s\" or \"5m\": {e}"))
+    })
+}
+
+impl Options {
+    /// These, and `other` for what these leave open.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            listen: self.listen.or(other.listen),
+            admin_listen: self.admin_listen.or(other.admin_listen),
+            data_dir: self.data_dir.or(other.data_dir),
+            heartbeat_interval: self.heartbeat_interval.or(other.heartbeat_interval),
+            allow_unknown_vocabulary: self
+                .allow_unknown_vocabulary
+                .or(other.allow_unknown_vocabulary),
+            max_replicas: self.max_replicas.or(other.max_replicas),
+            load_factor: self.load_factor.or(other.load_factor),
+            pin_ttl: self.pin_ttl.or(other.pin_ttl),
+            max_pins: self.max_pins.or(other.max_pins),
+            default_deadline: self.default_deadline.or(other.default_deadline),
+            grace: self.grace.or(other.grace),
+            max_attempts: self.max_attempts.or(other.max_attempts),
+            max_message_bytes: self.max_message_bytes.or(other.max_message_bytes),
+            max_streams: self.max_streams.or(other.max_streams),
+            drain_timeout: self.drain_timeout.or(other.drain_timeout),
+            log_format: self.log_format.or(other.log_format),
+            log: self.log.or(other.log),
+        }
+    }
+
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// When it cannot be read, is no TOML, or has a key or value that is none of
+    /// an option's.
+    pub fn from_file(path: &Path) -> anyhow::Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read the configuration file {}", path.display()))?;
+        toml::from_str(&text)
+            .with_context(|| format!("in the configuration file {}", path.display()))
+    }
+}
+
+/// A configuration in which everything is decided and in range.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// gRPC.
+    pub listen: SocketAddr,
+    /// Admin HTTP.
+    pub admin_listen: SocketAddr,
+    /// The store's folder; `None` keeps everything in memory (demo and tests).
+    pub data_dir: Option<PathBuf>,
+    /// Replicas.
+    pub fleet: FleetConfig,
+    /// Take replicas that do not know their vocabulary size.
+    pub allow_unknown_vocabulary: bool,
+    /// Routing.
+    pub router: RouterConfig,
+    /// The stack.
+    pub stack: StackConfig,
+    /// Bytes of one message.
+    pub max_message_bytes: usize,
+    /// Streams of one connection.
+    pub max_streams: u32,
+    /// Calls in flight at a shutdown.
+    pub drain_timeout: Duration,
+    /// Log lines.
+    pub log_format: LogFormat,
+    /// What to log.
+    pub log: String,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 7700)),
+            admin_listen: SocketAddr::from(([127, 0, 0, 1], 7701)),
+            data_dir: Some(PathBuf::from("berth-data")),
+            fleet: FleetConfig::default(),
+            allow_unknown_vocabulary: false,
+            router: RouterConfig::default(),
+            stack: StackConfig::default(),
+            max_message_bytes: 16 << 20,
+            max_streams: 4096,
+            drain_timeout: Duration::from_secs(30),
+            log_format: LogFormat::default(),
+            log: "info".to_owned(),
+        }
+    }
+}
+
+impl Config {
+    /// Fills in the defaults and checks.
+    ///
+    /// # Errors
+    /// Every fault, one a line.
+    pub fn resolve(options: Options) -> anyhow::Result<Self> {
+        let default = Self::default();
+        let config = Self {
+            listen: options.listen.unwrap_or(default.listen),
+            admin_listen: options.admin_listen.unwrap_or(default.admin_listen),
+            data_dir: options.data_dir.or(default.data_dir),
+            fleet: FleetConfig {
+                lease: LeaseConfig {
+                    interval: options
+                        .heartbeat_interval
+                        .unwrap_or(default.fleet.lease.interval),
+                    ..default.fleet.lease
+                },
+                max_replicas: options.max_replicas.unwrap_or(default.fleet.max_replicas),
+                ..default.fleet
+            },
+            allow_unknown_vocabulary: options
+                .allow_unknown_vocabulary
+                .unwrap_or(default.allow_unknown_vocabulary),
+            router: RouterConfig {
+                load_factor: options.load_factor.unwrap_or(default.router.load_factor),
+                pin_ttl: options.pin_ttl.unwrap_or(default.router.pin_ttl),
+                max_pins: options.max_pins.unwrap_or(default.router.max_pins),
+            },
+            stack: StackConfig {
+                default_deadline: options
+                    .default_deadline
+                    .unwrap_or(default.stack.default_deadline),
+                grace: options.grace.unwrap_or(default.stack.grace),
+                max_attempts: options.max_attempts.unwrap_or(default.stack.max_attempts),
+                ..default.stack
+            },
+            max_message_bytes: options
+                .max_message_bytes
+                .unwrap_or(default.max_message_bytes),
+            max_streams: options.max_streams.unwrap_or(default.max_streams),
+            drain_timeout: options.drain_timeout.unwrap_or(default.drain_timeout),
+            log_format: options.log_format.unwrap_or(default.log_format),
+            log: options.log.unwrap_or(default.log),
+        };
+        let faults = config.faults();
+        if !faults.is_empty() {
+            bail!("the configuration is not usable:\n  {}", faults.join("\n  "));
+        }
+        Ok(config)
+    }
+
+    fn faults(&self) -> Vec<String> {
+        const DAY: Duration = Duration::from_secs(24 * 3600);
+        let mut faults = Vec::new();
+        let mut check = |ok: bool, fault: String| {
+            if !ok {
+                faults.push(fault);
+            }
+        };
+        for (option, address) in [("listen", self.listen), ("admin-listen", self.admin_listen)] {
+            check(
+                address.ip().is_loopback(),
+                format!(
+                    "{option}: {address} is not a loopback address, and this server has no \
+                     authentication: whoever reaches it could read prompts and register replicas"
+                ),
+            );
+        }
+        check(
+            self.listen != self.admin_listen || self.listen.port() == 0,
+            format!("listen and admin-listen are both {}", self.listen),
+        );
+        let mut within = |option: &str, value: Duration, least: Duration, most: Duration| {
+            check(
+                (least..=most).contains(&value),
+                format!(
+                    "{option}: must be from {} to {}",
+                    humantime::format_duration(least),
+                    humantime::format_duration(most)
+                ),
+            );
+        };
+        let ms = Duration::from_millis;
+        within("heartbeat-interval", self.fleet.lease.interval, ms(50), ms(60_000));
+        within("pin-ttl", self.router.pin_ttl, ms(1000), 30 * DAY);
+        within("default-deadline", self.stack.default_deadline, ms(1), 30 * DAY);
+        within("grace", self.stack.grace, Duration::ZERO, DAY);
+        within("drain-timeout", self.drain_timeout, Duration::ZERO, DAY);
+        check(
+            self.router.load_factor >= 1.0,
+            "load-factor: must be a number from 1 to inf".to_owned(),
+        );
+        check(
+            (1..=100_000_000).contains(&self.router.max_pins),
+            "max-pins: must be from 1 to 100000000".to_owned(),
+        );
+        check(
+            (1..=65_536).contains(&self.fleet.max_replicas),
+            "max-replicas: must be from 1 to 65536".to_owned(),
+        );
+        check(
+            (1..=100).contains(&self.stack.max_attempts),
+            "max-attempts: must be from 1 to 100".to_owned(),
+        );
+        check(
+            (1 << 16..=1 << 30).contains(&self.max_message_bytes),
+            "max-message-bytes: must be from 65536 to 1073741824".to_owned(),
+        );
+        check(
+            self.max_streams >= 1,
+            "max-streams: must be at least 1".to_owned(),
+        );
+        check(
+            self.log.parse::<tracing_subscriber::filter::Targets>().is_ok()
+                || tracing_subscriber::EnvFilter::try_new(&self.log).is_ok(),
+            format!("log: {:?} is no filter as \"info\" or \"berth=debug\"", self.log),
+        );
+        faults
+    }
+}
+
+/// Variables that begin with `BERTH_` and are none of `known`: misspelt, most
+/// likely.
+pub fn unknown_variables(
+    variables: impl Iterator<Item = String>,
+    known: &[String],
+) -> Vec<String> {
+    let mut unknown: Vec<String> = variables
+        .filter(|name| name.starts_with("BERTH_") && !known.contains(name))
+        .collect();
+    unknown.sort();
+    unknown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearer_source_wins() {
+        let flags = Options {
+            max_pins: Some(1),
+            ..Options::default()
+        };
+        let file: Options =
+            toml::from_str("max-pins = 2\nmax-streams = 3\nheartbeat-interval = \"5s\"").unwrap();
+        let config = Config::resolve(flags.or(file)).unwrap();
+        assert_eq!(config.router.max_pins, 1);
+        assert_eq!(config.max_streams, 3);
+        assert_eq!(config.fleet.lease.interval, Duration::from_secs(5));
+        assert_eq!(config.listen, Config::default().listen);
+    }
+
+    #[test]
+    fn an_unknown_key_is_an_error() {
+        let error = toml::from_str::<Options>("max-pin = 2").unwrap_err();
+        assert!(error.to_string().contains("max-pin"), "{error}");
+    }
+
+    #[test]
+    fn all_faults_are_told_at_once() {
+        let options: Options = toml::from_str(
+            "listen = \"0.0.0.0:7700\"\nload-factor = 0.5\nmax-attempts = 0\ngrace = \"2days\"",
+        )
+        .unwrap();
+        let error = Config::resolve(options).unwrap_err().to_string();
+        for option in ["listen", "load-factor", "max-attempts", "grace"] {
+            assert!(error.contains(option), "{option} in {error}");
+        }
+    }
+
+    #[test]
+    fn infinity_is_a_load_factor_and_nan_is_not() {
+        let with = |load_factor| {
+            Config::resolve(Options {
+                load_factor: Some(load_factor),
+                ..Options::default()
+            })
+        };
+        assert!(with(f64::INFINITY).is_ok());
+        assert!(with(f64::NAN).is_err());
+    }
+
+    #[test]
+    fn misspelt_variables_are_found() {
+        let names = ["BERTH_LISTEN", "BERTH_LISTN", "PATH"].map(str::to_owned);
+        assert_eq!(
+            unknown_variables(names.into_iter(), &["BERTH_LISTEN".to_owned()]),
+            ["BERTH_LISTN"]
+        );
+    }
+}

@@ -1,0 +1,299 @@
+//! What is known of one replica, and what follows from it for routing.
+
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use tokio::time::Instant;
+
+use super::{
+    RankLoad, RankSlot, RankState, RankView, ReplicaView, Slot,
+    facts::{RankFacts, RankReport, ReplicaFacts, ReportedState},
+    lease::{Lease, LeaseConfig, Liveness},
+};
+use crate::ids::{Incarnation, Target};
+
+/// One start of a replica.
+pub(super) struct Entry {
+    replica: Arc<ReplicaView>,
+    pub(super) incarnation: Incarnation,
+    slots: Vec<Slot>,
+    pub(super) lease: Lease,
+    /// Of the last beat that was taken.
+    pub(super) sequence: u64,
+    reported: ReportedState,
+    reports: BTreeMap<u32, RankReport>,
+    /// Weights by rank, from registration, beats and replies; the last word.
+    weights: BTreeMap<u32, Arc<str>>,
+    registered_at: SystemTime,
+    pub(super) died_at: Option<Instant>,
+    death: Option<&'static str>,
+    /// Its port is being asked.
+    pub(super) probing: bool,
+}
+
+/// A replica as the control plane sees it, for people.
+#[derive(Clone, Debug)]
+pub struct ReplicaStatus {
+    /// Its facts.
+    pub facts: ReplicaFacts,
+    /// This start.
+    pub incarnation: Incarnation,
+    /// The judgement.
+    pub health: Health,
+    /// Why, in one sentence.
+    pub reason: String,
+    /// When.
+    pub registered_at: SystemTime,
+    /// Since the last beat.
+    pub heartbeat_age: Duration,
+    /// In the order of the facts.
+    pub ranks: Vec<RankStatus>,
+}
+
+/// A rank as the control plane sees it, for people.
+#[derive(Clone, Debug)]
+pub struct RankStatus {
+    /// Its facts.
+    pub facts: RankFacts,
+    /// Trajectories that live there.
+    pub live_pins: u64,
+    /// Their tokens.
+    pub live_tokens: u64,
+    /// Samples sent and not yet answered.
+    pub in_flight: u64,
+    /// The last report.
+    pub reported: Option<RankReport>,
+    /// Weights, the last word.
+    pub weight_version: Arc<str>,
+    /// New requests may be sent.
+    pub routable: bool,
+}
+
+/// The judgement of a replica.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// Takes requests.
+    Healthy,
+    /// Heartbeats are missing.
+    Suspect,
+    /// The sidecar says that the engine does not answer.
+    Unhealthy,
+    /// No new keys.
+    Draining,
+    /// Final.
+    Dead,
+}
+
+impl Entry {
+    pub(super) fn new(
+        facts: ReplicaFacts,
+        incarnation: Incarnation,
+        slots: Vec<Slot>,
+        now: Instant,
+    ) -> Self {
+        let weights = facts
+            .ranks
+            .iter()
+            .map(|r| (r.rank, Arc::clone(&facts.weight_version)))
+            .collect();
+        Self {
+            replica: Arc::new(ReplicaView { facts, incarnation }),
+            incarnation,
+            slots,
+            lease: Lease::new(now),
+            sequence: 0,
+            reported: ReportedState::Ready,
+            reports: BTreeMap::new(),
+            weights,
+            registered_at: SystemTime::now(),
+            died_at: None,
+            death: None,
+            probing: false,
+        }
+    }
+
+    pub(super) fn facts(&self) -> &ReplicaFacts {
+        &self.replica.facts
+    }
+
+    /// The slots that these ranks have already, by number.
+    pub(super) fn slots_for(&self, ranks: &[RankFacts]) -> Vec<Option<Slot>> {
+        ranks
+            .iter()
+            .map(|rank| {
+                self.facts()
+                    .ranks
+                    .iter()
+                    .position(|known| known.rank == rank.rank)
+                    .map(|i| self.slots[i].clone())
+            })
+            .collect()
+    }
+
+    pub(super) fn replace_facts(&mut self, facts: ReplicaFacts, slots: Vec<Slot>) {
+        if facts.weight_version != self.facts().weight_version {
+            for rank in &facts.ranks {
+                self.weights
+                    .insert(rank.rank, Arc::clone(&facts.weight_version));
+            }
+        }
+        self.slots = slots;
+        self.replica = Arc::new(ReplicaView {
+            facts,
+            incarnation: self.incarnation,
+        });
+    }
+
+    pub(super) fn url_of(&self, rank: u32) -> Arc<str> {
+        self.facts()
+            .ranks
+            .iter()
+            .find(|r| r.rank == rank)
+            .map_or_else(|| Arc::clone(&self.facts().url), |r| Arc::clone(&r.url))
+    }
+
+    /// Takes a beat's reports; those of unknown ranks are dropped. Returns
+    /// whether anything changed that routing sees.
+    pub(super) fn take_reports(&mut self, state: ReportedState, ranks: Vec<RankReport>) -> bool {
+        let mut changed = self.reported != state;
+        self.reported = state;
+        for report in ranks {
+            if !self.facts().ranks.iter().any(|r| r.rank == report.rank) {
+                continue;
+            }
+            changed |= self.saw_weights(report.rank, &report.weight_version);
+            let before = self.reports.insert(report.rank, report.clone());
+            changed |=
+                before.is_none_or(|b| b.healthy != report.healthy || b.paused != report.paused);
+        }
+        changed
+    }
+
+    /// The rank serves this version. Returns whether that is news.
+    pub(super) fn saw_weights(&mut self, rank: u32, version: &str) -> bool {
+        if version.is_empty() || self.weights.get(&rank).is_some_and(|v| **v == *version) {
+            return false;
+        }
+        self.weights.insert(rank, version.into());
+        true
+    }
+
+    pub(super) fn die(&mut self, reason: &'static str, now: Instant) {
+        self.lease.end();
+        self.death = Some(reason);
+        self.died_at = Some(now);
+    }
+
+    fn rank_state(&self, rank: u32) -> RankState {
+        if self.lease.liveness() != Liveness::Alive {
+            return RankState::Closed("heartbeats are missing");
+        }
+        match self.reported {
+            ReportedState::Unhealthy => return RankState::Closed("the engine does not answer"),
+            ReportedState::Draining => return RankState::PinnedOnly,
+            ReportedState::Ready => {}
+        }
+        match self.reports.get(&rank) {
+            Some(report) if !report.healthy => RankState::Closed("the rank makes no progress"),
+            Some(report) if report.paused => RankState::Closed("generation is paused"),
+            _ => RankState::Open,
+        }
+    }
+
+    fn weights_of(&self, rank: u32) -> Arc<str> {
+        self.weights
+            .get(&rank)
+            .cloned()
+            .unwrap_or_else(|| Arc::clone(&self.facts().weight_version))
+    }
+
+    /// Its ranks for the snapshot; none when it is dead.
+    pub(super) fn views(&self) -> Vec<RankView> {
+        if self.lease.liveness() == Liveness::Dead {
+            return Vec::new();
+        }
+        self.facts()
+            .ranks
+            .iter()
+            .zip(&self.slots)
+            .map(
+                |(facts, (slot, load)): (_, &(RankSlot, Arc<RankLoad>))| RankView {
+                    slot: *slot,
+                    target: Target {
+                        replica: self.facts().id.clone(),
+                        incarnation: self.incarnation,
+                        rank: facts.rank,
+                    },
+                    facts: facts.clone(),
+                    replica: Arc::clone(&self.replica),
+                    state: self.rank_state(facts.rank),
+                    weight_version: self.weights_of(facts.rank),
+                    load: Arc::clone(load),
+                },
+            )
+            .collect()
+    }
+
+    pub(super) fn status(&self, now: Instant, config: &LeaseConfig) -> ReplicaStatus {
+        let age = now.saturating_duration_since(self.lease.last_beat());
+        let (health, reason) = match (self.lease.liveness(), self.reported) {
+            (Liveness::Dead, _) => (
+                Health::Dead,
+                self.death.unwrap_or("it was declared dead").to_owned(),
+            ),
+            (Liveness::Suspect { good_beats: 0 }, _) => (
+                Health::Suspect,
+                format!(
+                    "no heartbeat for {:.1} s of {:.1} s until it is dead",
+                    age.as_secs_f64(),
+                    config.ttl().as_secs_f64()
+                ),
+            ),
+            (Liveness::Suspect { good_beats }, _) => (
+                Health::Suspect,
+                format!(
+                    "heartbeats are back: {good_beats} of {} until it is trusted again",
+                    config.beats_to_return
+                ),
+            ),
+            (Liveness::Alive, ReportedState::Unhealthy) => (
+                Health::Unhealthy,
+                "its sidecar says that the engine does not answer".to_owned(),
+            ),
+            (Liveness::Alive, ReportedState::Draining) => (
+                Health::Draining,
+                "its sidecar says that it drains".to_owned(),
+            ),
+            (Liveness::Alive, ReportedState::Ready) => {
+                (Health::Healthy, "heartbeats arrive".to_owned())
+            }
+        };
+        let ranks = self
+            .facts()
+            .ranks
+            .iter()
+            .zip(&self.slots)
+            .map(|(facts, (_, load))| RankStatus {
+                facts: facts.clone(),
+                live_pins: load.live_pins(),
+                live_tokens: load.live_tokens(),
+                in_flight: load.in_flight(),
+                reported: self.reports.get(&facts.rank).cloned(),
+                weight_version: self.weights_of(facts.rank),
+                routable: health != Health::Dead && self.rank_state(facts.rank) == RankState::Open,
+            })
+            .collect();
+        ReplicaStatus {
+            facts: self.facts().clone(),
+            incarnation: self.incarnation,
+            health,
+            reason,
+            registered_at: self.registered_at,
+            heartbeat_age: age,
+            ranks,
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! One replica's lease: whether its heartbeats still vouch for it. Pure: time
+//! comes in as an argument, always tokio's.
+//!
+//! ```text
+//!            3 beats missed                6 beats missed, and no answer
+//!  ┌───────┐ ──────────────▶ ┌─────────┐   on the data path as long
+//!  │ Alive │                 │ Suspect │ ─────────────────────────────▶ ┌──────┐
+//!  └───────┘ ◀────────────── └─────────┘                                │ Dead │
+//!      │      2 good beats        │                                     └──────┘
+//!      └──────────────────────────┴─────────────────────────────────────▶ ▲
+//!                 its port refuses connections, or it left: at once
+//! ```
+//!
+//! Dead is final: a replica that comes back is a new incarnation.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// How patient leases are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseConfig {
+    /// How often replicas are told to beat.
+    pub interval: Duration,
+    /// Beats missed until no new work is sent.
+    pub suspect_after: u32,
+    /// Beats missed until it is dead. Greater than `suspect_after`.
+    pub dead_after: u32,
+    /// Good beats that end a suspicion.
+    pub beats_to_return: u32,
+}
+
+impl Default for LeaseConfig {
+    fn default() -> Self {
+        Self {
+            interval: Duration::from_secs(2),
+            suspect_after: 3,
+            dead_after: 6,
+            beats_to_return: 2,
+        }
+    }
+}
+
+impl LeaseConfig {
+    /// Without a beat for this long, a replica is dead.
+    pub fn ttl(&self) -> Duration {
+        self.interval * self.dead_after
+    }
+}
+
+/// Whether a replica's heartbeats vouch for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Liveness {
+    /// They do.
+    Alive,
+    /// Some are missing: no new work.
+    Suspect {
+        /// Beats since; enough of them end the suspicion.
+        good_beats: u32,
+    },
+    /// Final.
+    Dead,
+}
+
+/// One replica's lease.
+#[derive(Clone, Copy, Debug)]
+pub struct Lease {
+    liveness: Liveness,
+    /// The last beat, moved on by stalls of our own.
+    last_beat: Instant,
+    /// The last answer on the data path.
+    last_success: Option<Instant>,
+}
+
+impl Lease {
+    /// A new one, from a registration.
+    pub fn new(now: Instant) -> Self {
+        Self {
+            liveness: Liveness::Alive,
+            last_beat: now,
+            last_success: None,
+        }
+    }
+
+    /// What it says now.
+    pub fn liveness(&self) -> Liveness {
+        self.liveness
+    }
+
+    /// When the replica last beat.
+    pub fn last_beat(&self) -> Instant {
+        self.last_beat
+    }
+
+    /// A heartbeat arrived. Returns whether the liveness changed.
+    pub fn beat(&mut self, now: Instant, config: &LeaseConfig) -> bool {
+        let before = self.liveness;
+        match self.liveness {
+            Liveness::Alive => self.last_beat = now,
+            Liveness::Suspect { good_beats } => {
+                self.last_beat = now;
+                let good_beats = good_beats + 1;
+                self.liveness = if good_beats >= config.beats_to_return {
+                    Liveness::Alive
+                } else {
+                    Liveness::Suspect { good_beats }
+                };
+            }
+            Liveness::Dead => {}
+        }
+        before != self.liveness
+    }
+
+    /// The data path got an answer.
+    pub fn succeeded(&mut self, now: Instant) {
+        self.last_success = Some(now);
+    }
+
+    /// Time has passed. Returns whether the liveness changed.
+    pub fn tick(&mut self, now: Instant, config: &LeaseConfig) -> bool {
+        let before = self.liveness;
+        let silent = now.saturating_duration_since(self.last_beat);
+        match self.liveness {
+            Liveness::Alive | Liveness::Suspect { .. }
+                if silent >= config.ttl() && !self.answers(now, config) =>
+            {
+                self.liveness = Liveness::Dead;
+            }
+            Liveness::Alive if silent >= config.interval * config.suspect_after => {
+                self.liveness = Liveness::Suspect { good_beats: 0 };
+            }
+            // A suspect that falls silent again starts over.
+            Liveness::Suspect { good_beats } if good_beats > 0 && silent >= config.interval * 2 => {
+                self.liveness = Liveness::Suspect { good_beats: 0 };
+            }
+            Liveness::Alive | Liveness::Suspect { .. } | Liveness::Dead => {}
+        }
+        before != self.liveness
+    }
+
+    /// Its port refuses, it left, or a newer start took its place.
+    pub fn end(&mut self) {
+        self.liveness = Liveness::Dead;
+    }
+
+    /// This process itself did not run for so long: beats may lie unread.
+    pub fn extend(&mut self, stall: Duration) {
+        self.last_beat += stall;
+    }
+
+    fn answers(&self, now: Instant, config: &LeaseConfig) -> bool {
+        self.last_success
+            .is_some_and(|at| now.saturating_duration_since(at) < config.ttl())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const C: LeaseConfig = LeaseConfig {
+        interval: Duration::from_secs(2),
+        suspect_after: 3,
+        dead_after: 6,
+        beats_to_return: 2,
+    };
+
+    fn secs(s: f64) -> Duration {
+        Duration::from_secs_f64(s)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn three_missed_beats_make_it_suspect_and_two_good_ones_bring_it_back() {
+        let t = Instant::now();
+        let mut lease = Lease::new(t);
+        assert!(!lease.tick(t + secs(5.9), &C));
+        assert!(lease.tick(t + secs(6.0), &C));
+        assert_eq!(lease.liveness(), Liveness::Suspect { good_beats: 0 });
+        assert!(lease.beat(t + secs(6.5), &C));
+        assert_eq!(lease.liveness(), Liveness::Suspect { good_beats: 1 });
+        assert!(lease.beat(t + secs(8.5), &C));
+        assert_eq!(lease.liveness(), Liveness::Alive);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn six_missed_beats_kill_unless_the_data_path_answers() {
+        let t = Instant::now();
+        let mut lease = Lease::new(t);
+        lease.tick(t + secs(6.0), &C);
+        lease.succeeded(t + secs(11.0));
+        assert!(!lease.tick(t + secs(12.0), &C), "it still answers");
+        assert!(lease.tick(t + secs(23.0), &C));
+        assert_eq!(lease.liveness(), Liveness::Dead);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dead_is_final() {
+        let t = Instant::now();
+        let mut lease = Lease::new(t);
+        lease.end();
+        assert!(!lease.beat(t + secs(1.0), &C));
+        assert!(!lease.beat(t + secs(2.0), &C));
+        assert!(!lease.tick(t + secs(3.0), &C));
+        assert_eq!(lease.liveness(), Liveness::Dead);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stall_of_our_own_kills_nobody() {
+        let t = Instant::now();
+        let mut lease = Lease::new(t);
+        lease.extend(secs(60.0));
+        assert!(!lease.tick(t + secs(61.0), &C));
+        assert_eq!(lease.liveness(), Liveness::Alive);
+    }
+}

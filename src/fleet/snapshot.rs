@@ -1,0 +1,245 @@
+//! The fleet as readers see it: immutable, swapped whole. Only the load counters
+//! inside move, and they are atomics shared by all snapshots of one rank.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use super::facts::{RankFacts, ReplicaFacts};
+use crate::{
+    ids::{Incarnation, Target},
+    routing::ring::Ring,
+};
+
+/// A rank of one incarnation, by a number that is never used again: what a pin
+/// holds. A pin to a slot that the snapshot does not know points at a rank that
+/// is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RankSlot(pub u32);
+
+/// Whether a rank takes requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RankState {
+    /// All.
+    Open,
+    /// Only those of keys that live here: it drains.
+    PinnedOnly,
+    /// None for now; keys that live here keep their pins.
+    Closed(&'static str),
+    /// None, and its keys move: the drain's grace is over.
+    Drained,
+}
+
+/// What runs on a rank and lives there, by this process's own count.
+#[derive(Debug, Default)]
+pub struct RankLoad {
+    in_flight: AtomicU64,
+    live_pins: AtomicU64,
+    live_tokens: AtomicU64,
+}
+
+impl RankLoad {
+    /// Samples sent and not yet answered.
+    pub fn in_flight(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Trajectories that live here.
+    pub fn live_pins(&self) -> u64 {
+        self.live_pins.load(Ordering::Relaxed)
+    }
+
+    /// Tokens of those trajectories.
+    pub fn live_tokens(&self) -> u64 {
+        self.live_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Counts `samples` as sent until the ticket is dropped.
+    pub fn take(self: &Arc<Self>, samples: u32) -> LoadTicket {
+        self.in_flight
+            .fetch_add(u64::from(samples), Ordering::Relaxed);
+        LoadTicket {
+            load: Arc::clone(self),
+            samples: u64::from(samples),
+        }
+    }
+
+    /// A trajectory of so many tokens comes to live here.
+    pub fn pin(&self, tokens: u32) {
+        self.live_pins.fetch_add(1, Ordering::Relaxed);
+        self.live_tokens
+            .fetch_add(u64::from(tokens), Ordering::Relaxed);
+    }
+
+    /// A trajectory of so many tokens leaves.
+    pub fn unpin(&self, tokens: u32) {
+        self.live_pins.fetch_sub(1, Ordering::Relaxed);
+        self.live_tokens
+            .fetch_sub(u64::from(tokens), Ordering::Relaxed);
+    }
+
+    /// A trajectory that lives here grew (or shrank, when it was answered from
+    /// an earlier point).
+    pub fn resize(&self, from: u32, to: u32) {
+        if to >= from {
+            self.live_tokens
+                .fetch_add(u64::from(to - from), Ordering::Relaxed);
+        } else {
+            self.live_tokens
+                .fetch_sub(u64::from(from - to), Ordering::Relaxed);
+        }
+    }
+}
+
+/// Samples in flight on a rank; dropping it takes them off the count.
+#[derive(Debug)]
+pub struct LoadTicket {
+    load: Arc<RankLoad>,
+    samples: u64,
+}
+
+impl LoadTicket {
+    /// Splits `samples` off into a ticket of their own, so that each can end by
+    /// itself. At most what is left.
+    #[must_use]
+    pub fn split(&mut self, samples: u32) -> Self {
+        let part = u64::from(samples).min(self.samples);
+        self.samples -= part;
+        Self {
+            load: Arc::clone(&self.load),
+            samples: part,
+        }
+    }
+}
+
+impl Drop for LoadTicket {
+    fn drop(&mut self) {
+        self.load
+            .in_flight
+            .fetch_sub(self.samples, Ordering::Relaxed);
+    }
+}
+
+/// One rank.
+#[derive(Debug)]
+pub struct RankView {
+    /// Its number for pins.
+    pub slot: RankSlot,
+    /// Its name.
+    pub target: Target,
+    /// Its facts.
+    pub facts: RankFacts,
+    /// The replica it belongs to.
+    pub replica: Arc<ReplicaView>,
+    /// Whether it takes requests.
+    pub state: RankState,
+    /// The weights that it serves, as far as is known.
+    pub weight_version: Arc<str>,
+    /// What runs and lives on it.
+    pub load: Arc<RankLoad>,
+}
+
+impl RankView {
+    /// What load is divided by.
+    #[expect(clippy::cast_precision_loss, reason = "capacities are below 2^52")]
+    pub fn weight(&self) -> f64 {
+        self.facts.kv_capacity as f64
+    }
+}
+
+/// One replica.
+#[derive(Debug)]
+pub struct ReplicaView {
+    /// Its facts.
+    pub facts: ReplicaFacts,
+    /// This start.
+    pub incarnation: Incarnation,
+}
+
+/// The ranks that serve one model.
+#[derive(Debug)]
+pub struct ModelView {
+    /// Indices into the snapshot's ranks, in order of replica and rank.
+    pub ranks: Vec<usize>,
+    /// Their ring.
+    pub ring: Arc<Ring>,
+}
+
+/// The fleet at one moment.
+#[derive(Debug, Default)]
+pub struct Snapshot {
+    /// Ranks of all replicas that are not dead, in order of replica and rank.
+    pub ranks: Vec<RankView>,
+    /// By name.
+    pub models: HashMap<Arc<str>, ModelView>,
+    /// Models of dead replicas that are still remembered: nobody serves them now,
+    /// and somebody may again.
+    pub lost_models: HashSet<Arc<str>>,
+    by_slot: HashMap<RankSlot, usize>,
+}
+
+impl Snapshot {
+    /// From ranks in any order. `rings` are kept where their members are the
+    /// same, since building one costs far more than looking it up.
+    pub fn build(
+        mut ranks: Vec<RankView>,
+        lost_models: HashSet<Arc<str>>,
+        previous: &Self,
+    ) -> Self {
+        ranks.sort_by(|a, b| a.target.cmp(&b.target));
+        let by_slot = ranks.iter().enumerate().map(|(i, r)| (r.slot, i)).collect();
+        let mut members: HashMap<Arc<str>, Vec<usize>> = HashMap::new();
+        for (index, rank) in ranks.iter().enumerate() {
+            members
+                .entry(Arc::clone(&rank.replica.facts.model))
+                .or_default()
+                .push(index);
+        }
+        let models = members
+            .into_iter()
+            .map(|(model, indices)| {
+                let names: Vec<_> = indices
+                    .iter()
+                    .map(|&i| (ranks[i].target.replica.clone(), ranks[i].target.rank))
+                    .collect();
+                let ring = previous
+                    .models
+                    .get(&model)
+                    .map(|m| &m.ring)
+                    .filter(|ring| ring.members() == names)
+                    .cloned()
+                    .unwrap_or_else(|| Arc::new(Ring::new(names)));
+                (
+                    model,
+                    ModelView {
+                        ranks: indices,
+                        ring,
+                    },
+                )
+            })
+            .collect();
+        Self {
+            ranks,
+            models,
+            lost_models,
+            by_slot,
+        }
+    }
+
+    /// The rank in this slot, unless it is gone.
+    pub fn rank(&self, slot: RankSlot) -> Option<&RankView> {
+        self.by_slot.get(&slot).map(|&i| &self.ranks[i])
+    }
+
+    /// The rank of this name, unless it is gone.
+    pub fn find(&self, target: &Target) -> Option<&RankView> {
+        self.ranks
+            .binary_search_by(|r| r.target.cmp(target))
+            .ok()
+            .map(|i| &self.ranks[i])
+    }
+}

@@ -1,0 +1,118 @@
+//! What a request needs of a rank. A rank that lacks any of it is not eligible;
+//! nothing that was asked for is dropped silently.
+
+use std::{fmt, sync::Arc};
+
+use crate::{call::WeightsConstraint, fleet::snapshot::RankView};
+
+/// What a request needs of a rank.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "independent needs")]
+pub struct Needs {
+    /// The model's name.
+    pub model: Arc<str>,
+    /// Prompt and output together, in tokens. Without max_tokens: the prompt and
+    /// one token. 0: unknown (a text prompt).
+    pub context: u32,
+    /// A LoRA adapter.
+    pub adapter: Option<Arc<str>>,
+    /// Weights.
+    pub weights: Option<WeightsConstraint>,
+    /// The request uses text: prompt, stop strings or min_tokens.
+    pub tokenizer: bool,
+    /// Log probabilities of the output.
+    pub output_logprobs: bool,
+    /// Log probabilities of the prompt.
+    pub prompt_logprobs: bool,
+    /// Alternatives per position.
+    pub top_logprobs: u32,
+    /// Repeatable sampling.
+    pub seed: bool,
+    /// Experts of each token.
+    pub routed_experts: bool,
+    /// Constrained output.
+    pub structured_output: bool,
+    /// Priorities in the engine's queue.
+    pub priority: bool,
+}
+
+/// What a rank lacks for a request.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Lack {
+    /// Its context is shorter.
+    Context {
+        /// What it has.
+        has: u32,
+    },
+    /// It does not serve the adapter.
+    Adapter,
+    /// It cannot do this.
+    Capability(&'static str),
+    /// It serves other weights.
+    Weights {
+        /// These.
+        serves: Arc<str>,
+    },
+}
+
+impl fmt::Display for Lack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Context { has } => write!(f, "its context is {has} tokens"),
+            Self::Adapter => f.write_str("it does not serve the adapter"),
+            Self::Capability(what) => write!(f, "it cannot do {what}"),
+            Self::Weights { serves } => write!(f, "it serves weights {serves:?}"),
+        }
+    }
+}
+
+impl Needs {
+    /// What `rank` lacks, permanent lacks first. `None`: it can serve this.
+    pub fn lack(&self, rank: &RankView) -> Option<Lack> {
+        self.permanent_lack(rank).or_else(|| {
+            self.weights
+                .as_ref()
+                .filter(|w| !w.admits(&rank.weight_version))
+                .map(|_| Lack::Weights {
+                    serves: Arc::clone(&rank.weight_version),
+                })
+        })
+    }
+
+    /// As [`lack`](Self::lack), without what a weight sync changes.
+    pub fn permanent_lack(&self, rank: &RankView) -> Option<Lack> {
+        let facts = &rank.replica.facts;
+        if self.context > facts.context_length {
+            return Some(Lack::Context {
+                has: facts.context_length,
+            });
+        }
+        if let Some(adapter) = &self.adapter
+            && !facts.adapters.iter().any(|a| a.name == *adapter)
+        {
+            return Some(Lack::Adapter);
+        }
+        let has = &facts.capabilities;
+        [
+            (self.tokenizer, has.tokenizer, "text (no tokenizer)"),
+            (self.output_logprobs, has.output_logprobs, "output logprobs"),
+            (self.prompt_logprobs, has.prompt_logprobs, "prompt logprobs"),
+            (
+                self.top_logprobs > 0,
+                has.max_top_logprobs >= self.top_logprobs,
+                "that many top logprobs",
+            ),
+            (self.seed, has.seed, "repeatable sampling by seed"),
+            (self.routed_experts, has.routed_experts, "routed experts"),
+            (
+                self.structured_output,
+                has.structured_output,
+                "structured output",
+            ),
+            (self.priority, has.priority, "priorities"),
+        ]
+        .into_iter()
+        .find(|(needed, has, _)| *needed && !has)
+        .map(|(_, _, what)| Lack::Capability(what))
+    }
+}

@@ -1,0 +1,287 @@
+//! The control plane as one thing that is bound, runs and is stopped.
+//!
+//! Everything that can be wrong with the configuration or the store is found
+//! before a port is bound; both ports are bound before anything is served.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use anyhow::Context;
+use futures_util::FutureExt;
+use http::{HeaderName, header};
+use tokio::{net::TcpListener, task::JoinHandle, time::Instant};
+use tokio_stream::wrappers::TcpListenerStream;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tonic::transport::Server as Tonic;
+use tower::ServiceBuilder;
+use tower_http::{
+    catch_panic::CatchPanicLayer,
+    request_id::{MakeRequestUuid, PropagateRequestIdLayer, SetRequestIdLayer},
+    sensitive_headers::SetSensitiveRequestHeadersLayer,
+    trace::TraceLayer,
+};
+use tracing::{info, warn};
+
+use crate::{
+    admin,
+    api::{fleet::FleetView, replica::Replicas, sampling::Sampling},
+    config::Config,
+    engine::{http::HttpClient, sglang::SglangClient},
+    fleet::Fleet,
+    proto::{
+        self, fleet_service_server::FleetServiceServer, replica_service_server::ReplicaServiceServer,
+        sampling_service_server::SamplingServiceServer,
+    },
+    routing::Router,
+    stack::{self, Engines, Parts, deadline::TakeTimeout},
+    store::{OwnerId, Store, memory::MemoryStore, sled::SledStore},
+};
+
+/// How often idle pins are looked for.
+const SWEEP: Duration = Duration::from_secs(5);
+
+/// After the drain: generations that nobody waits for are told to stop, and so
+/// long waited for.
+const STOP_TIMEOUT: Duration = Duration::from_secs(3);
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// A running control plane.
+pub struct Server {
+    grpc: SocketAddr,
+    admin: SocketAddr,
+    parts: Parts,
+    drain: CancellationToken,
+    ended: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Server {
+    /// Opens the store, binds both ports and serves.
+    ///
+    /// # Errors
+    /// When the store cannot be opened or a port cannot be bound.
+    pub async fn start(config: Config) -> anyhow::Result<Self> {
+        let store = open_store(&config).await?;
+        let grpc = bind(config.listen, "gRPC").await?;
+        let admin = bind(config.admin_listen, "admin HTTP").await?;
+        let (grpc_address, admin_address) = (grpc.local_addr()?, admin.local_addr()?);
+
+        let fleet = Fleet::new(config.fleet, Arc::clone(&store));
+        let router = Arc::new(Router::new(config.router));
+        let parts = Parts {
+            store,
+            owner: OwnerId::mint(),
+            fleet,
+            router,
+            engines: Engines {
+                sglang: Arc::new(SglangClient::new(HttpClient::new())),
+            },
+            tasks: TaskTracker::new(),
+            closing: CancellationToken::new(),
+        };
+        let drain = CancellationToken::new();
+        let ended = tokio::spawn(serve(config, parts.clone(), grpc, admin, drain.clone()));
+        info!(grpc = %grpc_address, admin = %admin_address, "listening");
+        Ok(Self {
+            grpc: grpc_address,
+            admin: admin_address,
+            parts,
+            drain,
+            ended,
+        })
+    }
+
+    /// Where the gRPC API listens.
+    pub fn grpc_address(&self) -> SocketAddr {
+        self.grpc
+    }
+
+    /// Where the admin HTTP listens.
+    pub fn admin_address(&self) -> SocketAddr {
+        self.admin
+    }
+
+    /// What it is made of.
+    pub fn parts(&self) -> &Parts {
+        &self.parts
+    }
+
+    /// What to cancel to begin the drain.
+    pub fn drain_token(&self) -> CancellationToken {
+        self.drain.clone()
+    }
+
+    /// Waits until it has ended.
+    ///
+    /// # Errors
+    /// What ended it, if that was no drain.
+    pub async fn ended(self) -> anyhow::Result<()> {
+        self.ended.await.context("the server's task failed")?
+    }
+
+    /// Drains it and waits.
+    ///
+    /// # Errors
+    /// As [`ended`](Self::ended).
+    pub async fn stop(self) -> anyhow::Result<()> {
+        self.drain.cancel();
+        self.ended().await
+    }
+}
+
+async fn open_store(config: &Config) -> anyhow::Result<Arc<dyn Store>> {
+    let Some(dir) = config.data_dir.clone() else {
+        return Ok(Arc::new(MemoryStore::default()));
+    };
+    // Opening reads the disk: not on a thread that serves.
+    let store = tokio::task::spawn_blocking(move || SledStore::open(&dir, Default::default()))
+        .await
+        .context("opening the store failed")??;
+    Ok(Arc::new(store))
+}
+
+async fn bind(address: SocketAddr, what: &str) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address)
+        .await
+        .with_context(|| format!("cannot listen on {address} for {what}"))
+}
+
+async fn serve(
+    config: Config,
+    parts: Parts,
+    grpc: TcpListener,
+    admin: TcpListener,
+    drain: CancellationToken,
+) -> anyhow::Result<()> {
+    // Ends with this function, however it ends.
+    let stop = CancellationToken::new();
+    let _stop_all = stop.clone().drop_guard();
+    tokio::spawn(Arc::clone(&parts.fleet).keep(stop.clone()));
+    tokio::spawn(sweep_pins(Arc::clone(&parts.router), stop.clone()));
+    tokio::spawn(admin::serve(admin, drain.clone(), stop.clone()));
+
+    let (health, health_service) = tonic_health::server::health_reporter();
+    health.set_serving::<SamplingServiceServer<Sampling>>().await;
+    health.set_serving::<ReplicaServiceServer<Replicas>>().await;
+    health.set_serving::<FleetServiceServer<FleetView>>().await;
+
+    let stack = stack::assemble(&parts, config.stack);
+    let limit = config.max_message_bytes;
+    let sampling = SamplingServiceServer::new(Sampling::new(stack, parts.clone()))
+        .max_decoding_message_size(limit)
+        .max_encoding_message_size(limit);
+    let replicas = ReplicaServiceServer::new(Replicas::new(
+        Arc::clone(&parts.fleet),
+        config.allow_unknown_vocabulary,
+    ))
+    .max_decoding_message_size(1 << 20);
+    let fleet_view = FleetServiceServer::new(FleetView::new(parts.clone()))
+        .max_decoding_message_size(1 << 16)
+        .max_encoding_message_size(limit);
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+
+    let http = ServiceBuilder::new()
+        // Outermost: whatever fails below is an answer, not a cut connection.
+        .layer(CatchPanicLayer::custom(on_panic))
+        .layer(SetSensitiveRequestHeadersLayer::new([header::AUTHORIZATION, header::COOKIE]))
+        // One id for a request, in logs and in the answer; a client may bring it.
+        .layer(SetRequestIdLayer::new(REQUEST_ID, MakeRequestUuid))
+        .layer(PropagateRequestIdLayer::new(REQUEST_ID))
+        .layer(TraceLayer::new_for_grpc().on_failure(()).on_response(()).on_eos(()))
+        // Before tonic sees the header: it would answer CANCELLED.
+        .layer_fn(TakeTimeout::new)
+        .into_inner();
+
+    let draining = drain.clone();
+    let server = Tonic::builder()
+        .max_concurrent_streams(config.max_streams)
+        .max_frame_size(1 << 20)
+        .initial_stream_window_size(1 << 20)
+        .initial_connection_window_size(16 << 20)
+        .http2_max_header_list_size(16 << 10)
+        .http2_keepalive_interval(Some(Duration::from_secs(30)))
+        .http2_keepalive_timeout(Some(Duration::from_secs(20)))
+        .http2_max_pending_accept_reset_streams(Some(20))
+        .http2_max_local_error_reset_streams(Some(1024))
+        .tcp_nodelay(true)
+        .layer(http)
+        .add_service(health_service)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?)
+        .add_service(sampling)
+        .add_service(replicas)
+        .add_service(fleet_view)
+        .serve_with_incoming_shutdown(
+            TcpListenerStream::new(grpc),
+            draining.cancelled_owned(),
+        );
+    tokio::pin!(server);
+
+    let result = tokio::select! {
+        result = &mut server => result,
+        () = drain.cancelled() => {
+            info!(bound = ?config.drain_timeout, "draining");
+            health.set_not_serving::<SamplingServiceServer<Sampling>>().await;
+            match tokio::time::timeout(config.drain_timeout, &mut server).await {
+                Ok(result) => result,
+                Err(_) => {
+                    warn!("calls are still in flight: ending them");
+                    Ok(())
+                }
+            }
+        }
+    };
+    close(&parts).await;
+    result.context("the gRPC server failed")
+}
+
+/// Generations that run on without a caller stop at their engines.
+async fn close(parts: &Parts) {
+    parts.closing.cancel();
+    parts.tasks.close();
+    let begun = Instant::now();
+    if tokio::time::timeout(STOP_TIMEOUT, parts.tasks.wait()).await.is_err() {
+        warn!(left = parts.tasks.len(), "generations did not stop in time");
+    } else {
+        info!(took = ?begun.elapsed(), "stopped");
+    }
+}
+
+async fn sweep_pins(router: Arc<Router>, stop: CancellationToken) {
+    loop {
+        if tokio::time::timeout(SWEEP, stop.cancelled()).await.is_ok() {
+            return;
+        }
+        router.sweep(Instant::now());
+    }
+}
+
+fn on_panic(_: Box<dyn std::any::Any + Send>) -> http::Response<tonic::body::Body> {
+    // The panic itself is in the log; what it says may hold anything.
+    crate::api::status::internal().into_http()
+}
+
+/// Waits for SIGTERM or SIGINT, begins the drain, and ends the process at once
+/// on the second one.
+///
+/// # Errors
+/// When the signals cannot be listened to.
+pub fn drain_on_signals(drain: CancellationToken) -> anyhow::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let mut term = signal(SignalKind::terminate())?;
+    let mut int = signal(SignalKind::interrupt())?;
+    tokio::spawn(async move {
+        let mut next = async || {
+            futures_util::future::select(term.recv().boxed(), int.recv().boxed()).await;
+        };
+        next().await;
+        drain.cancel();
+        next().await;
+        warn!("second signal: ending at once");
+        std::process::exit(130);
+    });
+    Ok(())
+}

@@ -1,0 +1,645 @@
+//! A rank for every attempt of every sample, and what follows when an attempt
+//! fails. The routing core decides where; this layer decides whether there is
+//! another try:
+//!
+//! | attempt           | next                                                        |
+//! |-------------------|-------------------------------------------------------------|
+//! | refused           | elsewhere; nothing was sent, so it is not counted as lost   |
+//! | busy              | with a key the same rank after a pause, else another        |
+//! | lost, bad reply   | elsewhere, at most `max_attempts` in all                    |
+//! | ended by engine   | from the tokens so far, or answered as it is if so asked    |
+//! | rejected, stopped | none                                                        |
+
+use std::{
+    sync::Arc,
+    task::{Context, Poll},
+    time::{Duration, SystemTime},
+};
+
+use futures_util::future::{BoxFuture, join_all};
+use tokio::time::Instant;
+use tower::Service;
+
+use super::{
+    Parts, StackConfig,
+    dispatch::{AttemptFailed, Failure},
+    idempotency::{Samples, Work},
+    journal::Journal,
+    partial::Partial,
+    resolve::ResolvedWork,
+};
+use crate::{
+    call::{
+        AttemptFailure, AttemptReceipt, OnAbort, OnLost, RouteReason, RouteReceipt, RoutingPolicy,
+        SampleOutput, StopReason, Usage,
+    },
+    engine::{Finish, FinishReason},
+    error::{Error, Reason},
+    fleet::{
+        Fleet,
+        snapshot::{LoadTicket, RankSlot, RankView, ReplicaView},
+    },
+    ids::Target,
+    routing::{Lack, NoRoute, PinKey, RouteRequest, Router},
+    store::FinishedSample,
+};
+
+/// Ranks that may refuse one sample before it is given up.
+const MAX_REFUSALS: u32 = 16;
+
+/// Times that an engine may end one sample early and have it continued.
+const MAX_CONTINUATIONS: u32 = 16;
+
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// One attempt of one sample with the rank that was chosen for it. Only
+/// [`Affinity`] makes one.
+pub struct RoutedAttempt {
+    /// The request.
+    pub work: Work,
+    /// Which sample.
+    pub sample: u32,
+    /// 1 for the sample's first attempt; growing over crashes too.
+    pub number: u32,
+    /// The rank.
+    pub rank: RoutedRank,
+    /// Tokens that it goes on from.
+    pub kept: Partial,
+    /// When the sample's first attempt began.
+    pub started: Instant,
+}
+
+/// A chosen rank.
+#[derive(Clone)]
+pub struct RoutedRank {
+    /// Its number for pins.
+    pub slot: RankSlot,
+    /// Its name.
+    pub target: Target,
+    /// Its base URL.
+    pub url: Arc<str>,
+    /// The number that the engine wants.
+    pub engine_rank: u32,
+    /// The replica's facts.
+    pub replica: Arc<ReplicaView>,
+}
+
+impl RoutedRank {
+    fn of(view: &RankView) -> Self {
+        Self {
+            slot: view.slot,
+            target: view.target.clone(),
+            url: Arc::clone(&view.facts.url),
+            engine_rank: view.facts.engine_rank,
+            replica: Arc::clone(&view.replica),
+        }
+    }
+}
+
+/// An attempt that came to the engine's own end.
+#[derive(Debug)]
+pub struct AttemptDone {
+    /// All tokens of the sample.
+    pub tokens: Partial,
+    /// How it ended.
+    pub finish: Finish,
+}
+
+/// The layer.
+#[derive(Clone)]
+pub struct Affinity<S> {
+    inner: S,
+    fleet: Arc<Fleet>,
+    router: Arc<Router>,
+    max_attempts: u32,
+}
+
+impl<S> Affinity<S> {
+    /// Before `inner`.
+    pub fn new(inner: S, parts: &Parts, config: StackConfig) -> Self {
+        Self {
+            inner,
+            fleet: Arc::clone(&parts.fleet),
+            router: Arc::clone(&parts.router),
+            max_attempts: config.max_attempts,
+        }
+    }
+}
+
+impl<S> Service<ResolvedWork> for Affinity<S>
+where
+    S: Service<RoutedAttempt, Response = AttemptDone, Error = AttemptFailed>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+    S::Future: Send + 'static,
+{
+    type Response = Samples;
+    type Error = Error;
+    type Future = BoxFuture<'static, Result<Samples, Error>>;
+
+    fn poll_ready(&mut self, _cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, resolved: ResolvedWork) -> Self::Future {
+        let this = self.clone();
+        Box::pin(async move { this.run(resolved).await })
+    }
+}
+
+/// A rank and the count of what is sent there.
+struct Chosen {
+    rank: RoutedRank,
+    reason: RouteReason,
+    expected_cached_tokens: u32,
+    ticket: LoadTicket,
+}
+
+impl<S> Affinity<S>
+where
+    S: Service<RoutedAttempt, Response = AttemptDone, Error = AttemptFailed>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+    S::Future: Send + 'static,
+{
+    async fn run(self, resolved: ResolvedWork) -> Result<Samples, Error> {
+        let work = &resolved.work;
+        let wanted = work.call.params().num_samples;
+        let mut finished: Vec<(u32, FinishedSample)> = work.start.finished.clone();
+        let missing: Vec<u32> = (0..wanted)
+            .filter(|i| !finished.iter().any(|(done, _)| done == i))
+            .collect();
+        let mut stored = true;
+        if !missing.is_empty() {
+            // One choice for all samples of the request, each counted as load.
+            let count = u32::try_from(missing.len()).unwrap_or(u32::MAX);
+            let mut all = self.choose(&resolved, count, &[])?;
+            let runs = missing.iter().map(|&index| {
+                let first = Chosen {
+                    rank: all.rank.clone(),
+                    reason: all.reason,
+                    expected_cached_tokens: all.expected_cached_tokens,
+                    ticket: all.ticket.split(1),
+                };
+                SampleRun::new(&self, &resolved, index).run(first)
+            });
+            let mut failure = None;
+            for (index, result) in missing.iter().zip(join_all(runs).await) {
+                match result {
+                    Ok((sample, kept)) => {
+                        finished.push((*index, sample));
+                        stored &= kept;
+                    }
+                    Err(error) => failure = failure.or(Some(error)),
+                }
+            }
+            if let Some(error) = failure {
+                return Err(error);
+            }
+        }
+        finished.sort_by_key(|(index, _)| *index);
+        Ok(Samples {
+            samples: finished.into_iter().map(|(_, sample)| sample).collect(),
+            stored,
+        })
+    }
+
+    fn choose(
+        &self,
+        resolved: &ResolvedWork,
+        samples: u32,
+        avoid: &[RankSlot],
+    ) -> Result<Chosen, Error> {
+        let call = resolved.work.call.call();
+        let snapshot = self.fleet.snapshot();
+        let request = RouteRequest {
+            key: pin_key(resolved),
+            request: xxhash_rust::xxh3::xxh3_128(call.request_id.as_bytes()),
+            samples,
+            prompt_tokens: prompt_tokens(resolved),
+            needs: &resolved.needs,
+            policy: call.routing_policy.unwrap_or_default(),
+            avoid,
+        };
+        let decision = self
+            .router
+            .route(&snapshot, &request, Instant::now())
+            .map_err(no_route)?;
+        let view = snapshot
+            .rank(decision.slot)
+            .ok_or_else(|| no_route(NoRoute::NoneOpen))?;
+        Ok(Chosen {
+            rank: RoutedRank::of(view),
+            reason: decision.reason,
+            expected_cached_tokens: decision.expected_cached_tokens,
+            ticket: decision.ticket,
+        })
+    }
+}
+
+/// The trajectory's pin, where the request may use it.
+fn pin_key(resolved: &ResolvedWork) -> Option<PinKey> {
+    let call = resolved.work.call.call();
+    if call.routing_policy.unwrap_or_default() != RoutingPolicy::Affinity {
+        return None;
+    }
+    let params = &call.params;
+    params.affinity_key.as_ref().map(|key| {
+        PinKey::new(
+            &call.tenant,
+            &resolved.needs.model,
+            params.adapter.as_deref(),
+            key,
+        )
+    })
+}
+
+fn prompt_tokens(resolved: &ResolvedWork) -> u32 {
+    let prompt = resolved.work.call.params().prompt.token_count();
+    u32::try_from(prompt.unwrap_or(0)).unwrap_or(u32::MAX)
+}
+
+fn no_route(why: NoRoute) -> Error {
+    match why {
+        NoRoute::Lacking(lacks) if lacks.iter().any(|l| matches!(l, Lack::Weights { .. })) => {
+            Error::new(
+                Reason::WeightsNotServed,
+                "no rank serves the weights asked for any more",
+            )
+        }
+        NoRoute::Lacking(_) | NoRoute::NoModel | NoRoute::NoneOpen => Error::new(
+            Reason::NoReplica,
+            "no rank that can serve this takes requests now; ListReplicas says why",
+        ),
+    }
+}
+
+/// One sample on its way over as many ranks as it takes.
+struct SampleRun<'a, S> {
+    layer: &'a Affinity<S>,
+    resolved: &'a ResolvedWork,
+    index: u32,
+    number: u32,
+    attempts: Vec<AttemptReceipt>,
+    /// Ranks where it failed.
+    avoid: Vec<RankSlot>,
+    refusals: u32,
+    losses: u32,
+    continuations: u32,
+    pause: Duration,
+    last: Option<Error>,
+}
+
+/// What to do after a failed attempt.
+enum Next {
+    /// Give up.
+    Fail(Error),
+    /// Choose again.
+    Again {
+        /// From these tokens.
+        kept: Partial,
+        /// After so long.
+        pause: Duration,
+    },
+    /// Answer with what there is.
+    Accept(Box<AttemptDone>),
+}
+
+impl<'a, S> SampleRun<'a, S>
+where
+    S: Service<RoutedAttempt, Response = AttemptDone, Error = AttemptFailed>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+    S::Future: Send + 'static,
+{
+    fn new(layer: &'a Affinity<S>, resolved: &'a ResolvedWork, index: u32) -> Self {
+        // Numbers go on where an earlier owner of the key left off.
+        let number = resolved
+            .work
+            .start
+            .orphans
+            .iter()
+            .filter(|(sample, _)| *sample == index)
+            .map(|(_, attempt)| attempt.number)
+            .max()
+            .unwrap_or(0);
+        Self {
+            layer,
+            resolved,
+            index,
+            number,
+            attempts: Vec::new(),
+            avoid: Vec::new(),
+            refusals: 0,
+            losses: 0,
+            continuations: 0,
+            pause: FIRST_PAUSE,
+            last: None,
+        }
+    }
+
+    async fn run(mut self, first: Chosen) -> Result<(FinishedSample, bool), Error> {
+        let result = self.attempts(first).await;
+        if let Err(error) = &result
+            && matches!(self.resolved.work.journal, Journal::None)
+        {
+            // All samples or an error, and nobody can come back for the others.
+            self.resolved.work.generation.cancel(error.clone());
+        }
+        result
+    }
+
+    async fn attempts(&mut self, first: Chosen) -> Result<(FinishedSample, bool), Error> {
+        let started = Instant::now();
+        let mut chosen = first;
+        let mut kept = Partial::default();
+        loop {
+            self.number += 1;
+            let base = kept.len();
+            let attempt = RoutedAttempt {
+                work: self.resolved.work.clone(),
+                sample: self.index,
+                number: self.number,
+                rank: chosen.rank.clone(),
+                kept,
+                started,
+            };
+            let next = match self.layer.inner.clone().call(attempt).await {
+                Ok(done) => Next::Accept(Box::new(done)),
+                Err(failed) => self.after(failed, &chosen, base),
+            };
+            match next {
+                Next::Accept(done) => return self.accept(chosen, *done, base).await,
+                Next::Fail(error) => return Err(error),
+                Next::Again { kept: from, pause } => {
+                    kept = from;
+                    let reason = chosen.reason;
+                    let slot = chosen.rank.slot;
+                    // Off the count before choosing again.
+                    drop(chosen);
+                    self.wait(pause).await?;
+                    chosen = self.again(reason, slot)?;
+                }
+            }
+        }
+    }
+
+    /// Chooses a rank for another attempt.
+    fn again(&self, before: RouteReason, slot: RankSlot) -> Result<Chosen, Error> {
+        let mut chosen = self
+            .layer
+            .choose(self.resolved, 1, &self.avoid)
+            .map_err(|none| self.last.clone().unwrap_or(none))?;
+        if chosen.rank.slot == slot {
+            // The same rank again: the reason is still the first one.
+            chosen.reason = before;
+        } else if chosen.reason == RouteReason::Pinned {
+            // A sibling sample has moved the pin already.
+            chosen.reason = RouteReason::ReplicaLost;
+        }
+        Ok(chosen)
+    }
+
+    async fn wait(&self, pause: Duration) -> Result<(), Error> {
+        let generation = &self.resolved.work.generation;
+        tokio::select! {
+            biased;
+            () = generation.stop_token().cancelled() => Err(generation.stop_reason()),
+            () = tokio::time::sleep(pause) => Ok(()),
+        }
+    }
+
+    fn after(&mut self, failed: AttemptFailed, chosen: &Chosen, base: u32) -> Next {
+        let params = self.resolved.work.call.params();
+        let target = &chosen.rank.target;
+        let AttemptFailed { failure, tokens } = failed;
+        if let Some(kind) = failure.receipt() {
+            self.attempts.push(AttemptReceipt {
+                number: self.number,
+                target: target.clone(),
+                failure: Some(kind),
+                kept_tokens: 0,
+            });
+            tracing::info!(
+                request_id = %self.resolved.work.call.call().request_id,
+                sample = self.index,
+                attempt = self.number,
+                %target,
+                failure = ?kind,
+                why = %failure,
+                "attempt failed"
+            );
+        }
+        match failure {
+            Failure::Stopped => Next::Fail(self.resolved.work.generation.stop_reason()),
+            Failure::Fatal(error) => Next::Fail(error),
+            Failure::Rejected(message) => Next::Fail(Error::new(
+                Reason::EngineRefused,
+                format!("the engine refuses the request: {message}"),
+            )),
+            Failure::Refused(message) => {
+                self.layer.fleet.unreachable(target);
+                self.avoid.push(chosen.rank.slot);
+                self.refusals += 1;
+                let error = lost(target, "refuses connections", &message);
+                self.last = Some(error.clone());
+                if self.refusals >= MAX_REFUSALS {
+                    return Next::Fail(error);
+                }
+                let kept = self.keep(tokens, base, base);
+                Next::Again {
+                    kept,
+                    pause: Duration::ZERO,
+                }
+            }
+            Failure::Busy {
+                message,
+                retry_after,
+            } => {
+                self.last = Some(Error::new(
+                    Reason::EngineBusy,
+                    format!("{target} takes no more requests: {message}"),
+                ));
+                let pause = retry_after.unwrap_or(self.pause).min(LONGEST_PAUSE);
+                self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+                let kept = self.keep(tokens, base, base);
+                Next::Again { kept, pause }
+            }
+            Failure::Lost(message) => {
+                self.layer.fleet.unreachable(target);
+                self.lose(tokens, base, chosen, lost(target, "was lost", &message))
+            }
+            Failure::BadReply(message) => {
+                let error = Error::new(
+                    Reason::EngineMisbehaved,
+                    format!("{target} gave a reply that cannot be right: {message}"),
+                );
+                self.lose(Partial::default(), base, chosen, error)
+            }
+            Failure::Aborted(finish) => {
+                if params.on_abort == OnAbort::ReturnPartial {
+                    self.attempts.pop();
+                    return Next::Accept(Box::new(AttemptDone {
+                        tokens,
+                        finish: *finish,
+                    }));
+                }
+                self.continuations += 1;
+                if self.continuations > MAX_CONTINUATIONS {
+                    return Next::Fail(lost(target, "ended the generation again and again", ""));
+                }
+                let end = tokens.len();
+                let kept = self.keep(tokens, base, end);
+                Next::Again {
+                    kept,
+                    pause: FIRST_PAUSE,
+                }
+            }
+        }
+    }
+
+    /// After an attempt that was lost for good.
+    fn lose(&mut self, tokens: Partial, base: u32, chosen: &Chosen, error: Error) -> Next {
+        self.avoid.push(chosen.rank.slot);
+        self.losses += 1;
+        if self.losses >= self.layer.max_attempts {
+            return Next::Fail(error);
+        }
+        self.last = Some(error);
+        let kept = if self.resolved.work.call.params().on_lost == OnLost::Resume {
+            let end = tokens.len();
+            self.keep(tokens, base, end)
+        } else {
+            // From the prompt: nothing of any attempt is kept.
+            for attempt in &mut self.attempts {
+                attempt.kept_tokens = 0;
+            }
+            Partial::default()
+        };
+        Next::Again {
+            kept,
+            pause: Duration::ZERO,
+        }
+    }
+
+    /// Keeps tokens; those from `base` to `end` are the last attempt's.
+    fn keep(&mut self, tokens: Partial, base: u32, end: u32) -> Partial {
+        if let Some(last) = self.attempts.last_mut() {
+            last.kept_tokens = end.saturating_sub(base);
+        }
+        tokens
+    }
+
+    async fn accept(
+        &mut self,
+        chosen: Chosen,
+        done: AttemptDone,
+        base: u32,
+    ) -> Result<(FinishedSample, bool), Error> {
+        let AttemptDone { tokens, finish } = done;
+        let completion = tokens.len();
+        let target = chosen.rank.target.clone();
+        self.attempts.push(AttemptReceipt {
+            number: self.number,
+            target: target.clone(),
+            failure: None,
+            kept_tokens: completion - base,
+        });
+        let prompt = match prompt_tokens(self.resolved) {
+            // A text prompt: only the engine knows.
+            0 => finish.usage.prompt_tokens,
+            known => known,
+        };
+        let (stop_reason, matched) = match finish.reason {
+            FinishReason::Stop(matched) => (StopReason::Stop, matched),
+            FinishReason::Length => (StopReason::Length, None),
+            FinishReason::Aborted { .. } => (StopReason::Aborted, None),
+        };
+        let served_rank = finish.served_rank;
+        if served_rank.is_some_and(|served| served != chosen.rank.engine_rank) {
+            tracing::warn!(%target, served_rank, "the engine served on another rank than it was told");
+        }
+        let last_version = tokens.weight_spans.last().map(|s| s.version.clone());
+        let snapshot = self.layer.fleet.snapshot();
+        if let Some(key) = pin_key(self.resolved)
+            && served_rank.is_none_or(|served| served == chosen.rank.engine_rank)
+        {
+            // The last token's KV is not computed.
+            let held = (prompt + completion).saturating_sub(1);
+            let now = Instant::now();
+            self.layer
+                .router
+                .grown(&snapshot, key, chosen.rank.slot, held, now);
+        }
+        self.layer.fleet.answered(&target, last_version.as_deref());
+
+        let finished = FinishedSample {
+            output: SampleOutput {
+                stop_reason,
+                matched,
+                // Text of a resumed attempt is a part only.
+                text: finish.text.filter(|_| base == 0),
+                routed_experts: finish.routed_experts,
+                usage: Usage {
+                    prompt_tokens: prompt,
+                    cached_tokens: finish.usage.cached_tokens.min(prompt),
+                    completion_tokens: completion,
+                },
+                route: RouteReceipt {
+                    target,
+                    served_rank,
+                    reason: chosen.reason,
+                    attempts: std::mem::take(&mut self.attempts),
+                    expected_cached_tokens: chosen.expected_cached_tokens,
+                },
+                tokens: tokens.tokens,
+                logprobs: tokens.logprobs,
+                top_logprobs: tokens.top_logprobs,
+                weight_spans: tokens.weight_spans,
+            },
+            prompt_logprobs: tokens.prompt_logprobs,
+            logprob_mode: chosen.rank.replica.facts.logprob_mode,
+            finished_at: SystemTime::now(),
+            first_token: tokens.first_token,
+        };
+        // On disk before anybody sees it. The rank is done with it: off the count
+        // first.
+        drop(chosen.ticket);
+        let kept = self
+            .resolved
+            .work
+            .journal
+            .commit(self.index, self.number, finished.clone())
+            .await?;
+        Ok((finished, kept))
+    }
+}
+
+fn lost(target: &Target, how: &str, message: &str) -> Error {
+    let colon = if message.is_empty() { "" } else { ": " };
+    Error::new(
+        Reason::ReplicaLost,
+        format!("{target} {how}{colon}{message}; no other attempt was left or possible"),
+    )
+}
+
+impl Failure {
+    /// How it stands in the receipt; `None` for what is no failed attempt.
+    fn receipt(&self) -> Option<AttemptFailure> {
+        match self {
+            Self::Refused(_) => Some(AttemptFailure::Refused),
+            Self::Busy { .. } => Some(AttemptFailure::Busy),
+            Self::Lost(_) => Some(AttemptFailure::Lost),
+            Self::Aborted(_) => Some(AttemptFailure::Aborted),
+            Self::BadReply(_) => Some(AttemptFailure::BadReply),
+            Self::Rejected(_) | Self::Stopped | Self::Fatal(_) => None,
+        }
+    }
+}

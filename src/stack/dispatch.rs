@@ -1,0 +1,351 @@
+//! One attempt at one engine: written down, sent, followed to its end, checked.
+//!
+//! What it guarantees: the attempt is in the journal before its first byte
+//! leaves; it ends at the engine, by its id, whenever it ends here without the
+//! engine having said so; a reply that contradicts the request is not believed.
+
+use std::{
+    fmt,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use futures_util::{StreamExt, future::BoxFuture};
+use tokio::time::{sleep, timeout};
+use tower::Service;
+
+use super::{
+    Engines,
+    affinity::{AttemptDone, RoutedAttempt},
+    partial::Partial,
+};
+use crate::{
+    call::Prompt,
+    engine::{
+        EngineClient, EngineError, EngineEvent, EngineRequest, Finish, FinishReason, SamplingRef,
+        StreamMode,
+    },
+    error::{Error, Reason},
+    ids::EngineRequestId,
+    store::AttemptRecord,
+};
+
+/// An engine that does not answer an abort within this is not waited for.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// An abort that overtook its request did nothing: it is sent again after this.
+const ABORT_AGAIN: Duration = Duration::from_millis(250);
+
+/// Frames of a cumulative stream, over a whole generation, at most about this
+/// many: each repeats everything before it.
+const CUMULATIVE_FRAMES: u32 = 16;
+
+/// A failed attempt.
+#[derive(Debug)]
+pub struct AttemptFailed {
+    /// How.
+    pub failure: Failure,
+    /// All tokens of the sample, this attempt's included.
+    pub tokens: Partial,
+}
+
+/// How an attempt failed.
+#[derive(Debug)]
+pub enum Failure {
+    /// No connection: nothing was sent.
+    Refused(String),
+    /// The engine has taken nothing.
+    Busy {
+        /// Its message.
+        message: String,
+        /// How long it asks to wait.
+        retry_after: Option<Duration>,
+    },
+    /// Broken off.
+    Lost(String),
+    /// The engine ended it early, by itself.
+    Aborted(Box<Finish>),
+    /// The reply contradicts the request.
+    BadReply(String),
+    /// The engine says that the request is at fault.
+    Rejected(String),
+    /// Nobody waits for it any more, or it was cancelled.
+    Stopped,
+    /// Something of our own is in the way.
+    Fatal(Error),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(m) | Self::Lost(m) | Self::BadReply(m) | Self::Rejected(m) => {
+                f.write_str(m)
+            }
+            Self::Busy { message, .. } => f.write_str(message),
+            Self::Aborted(finish) => match &finish.reason {
+                FinishReason::Aborted { message } => f.write_str(message),
+                FinishReason::Stop(_) | FinishReason::Length => f.write_str("ended early"),
+            },
+            Self::Stopped => f.write_str("stopped"),
+            Self::Fatal(error) => error.fmt(f),
+        }
+    }
+}
+
+impl From<EngineError> for Failure {
+    fn from(error: EngineError) -> Self {
+        match error {
+            EngineError::Refused(m) => Self::Refused(m),
+            EngineError::Busy {
+                message,
+                retry_after,
+            } => Self::Busy {
+                message,
+                retry_after,
+            },
+            EngineError::Rejected(m) => Self::Rejected(m),
+            EngineError::Lost(m) | EngineError::Failed(m) => Self::Lost(m),
+            EngineError::BadReply(m) => Self::BadReply(m),
+        }
+    }
+}
+
+/// The service at the end of the stack.
+#[derive(Clone)]
+pub struct Dispatch {
+    engines: Engines,
+}
+
+impl Dispatch {
+    /// With these clients.
+    pub fn new(engines: Engines) -> Self {
+        Self { engines }
+    }
+}
+
+impl Service<RoutedAttempt> for Dispatch {
+    type Response = AttemptDone;
+    type Error = AttemptFailed;
+    type Future = BoxFuture<'static, Result<AttemptDone, AttemptFailed>>;
+
+    fn poll_ready(&mut self, _cx: &mut Context<'_>) -> Poll<Result<(), AttemptFailed>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, attempt: RoutedAttempt) -> Self::Future {
+        let client = self
+            .engines
+            .client(attempt.rank.replica.facts.engine)
+            .cloned();
+        Box::pin(async move {
+            match client {
+                Some(client) => Run { client, attempt }.run().await,
+                None => Err(AttemptFailed {
+                    failure: Failure::Fatal(Error::new(
+                        Reason::NotImplemented,
+                        "this engine kind has no client yet",
+                    )),
+                    tokens: attempt.kept,
+                }),
+            }
+        })
+    }
+}
+
+struct Run {
+    client: Arc<dyn EngineClient>,
+    attempt: RoutedAttempt,
+}
+
+impl Run {
+    async fn run(self) -> Result<AttemptDone, AttemptFailed> {
+        let id = EngineRequestId::mint();
+        let mut tokens = self.attempt.kept.clone();
+        match self.follow(&id, &mut tokens).await {
+            Ok(finish) => Ok(AttemptDone { tokens, finish }),
+            Err(failure) => Err(AttemptFailed { failure, tokens }),
+        }
+    }
+
+    async fn follow(&self, id: &EngineRequestId, tokens: &mut Partial) -> Result<Finish, Failure> {
+        let attempt = &self.attempt;
+        let base = tokens.len();
+        let request = self.request(id);
+        let budget = request.max_tokens;
+        let record = AttemptRecord {
+            number: attempt.number,
+            id: id.clone(),
+            target: attempt.rank.target.clone(),
+            url: attempt.rank.url.to_string(),
+        };
+        attempt
+            .work
+            .journal
+            .dispatch(attempt.sample, record)
+            .await
+            .map_err(Failure::Fatal)?;
+
+        let stop = attempt.work.generation.stop_token();
+        let mut events = self.client.generate(request);
+        let failure = loop {
+            let event = tokio::select! {
+                biased;
+                () = stop.cancelled() => break Failure::Stopped,
+                event = events.next() => event,
+            };
+            match event {
+                Some(Ok(EngineEvent::Tokens(chunk))) => {
+                    if let Some(wrong) =
+                        self.wrong_tokens(&chunk.tokens, tokens.len(), base, budget)
+                    {
+                        break Failure::BadReply(wrong);
+                    }
+                    tokens.push(chunk, attempt.started);
+                }
+                Some(Ok(EngineEvent::Finished(finish))) => {
+                    tokens.finish(base, &finish);
+                    if let Some(wrong) = self.wrong_finish(tokens) {
+                        return Err(Failure::BadReply(wrong));
+                    }
+                    if matches!(finish.reason, FinishReason::Aborted { .. }) {
+                        return Err(Failure::Aborted(finish));
+                    }
+                    return Ok(*finish);
+                }
+                Some(Err(error)) => break error.into(),
+                None => break Failure::Lost("the reply ended without its end".to_owned()),
+            }
+        };
+        // Closes the connection.
+        drop(events);
+        self.make_sure_it_ended(&failure, id).await;
+        Err(failure)
+    }
+
+    /// What the engine may still be running is told to end.
+    async fn make_sure_it_ended(&self, failure: &Failure, id: &EngineRequestId) {
+        match failure {
+            // Waited for: the key is not free before the engine was told.
+            Failure::Stopped => {
+                self.abort(id).await;
+                sleep(ABORT_AGAIN).await;
+                self.abort(id).await;
+            }
+            // The engine may be gone; the next attempt is not held up by it.
+            Failure::Lost(_) | Failure::BadReply(_) => {
+                let (client, url) = (Arc::clone(&self.client), Arc::clone(&self.attempt.rank.url));
+                let id = id.clone();
+                tokio::spawn(async move {
+                    for pause in [Duration::ZERO, ABORT_AGAIN] {
+                        sleep(pause).await;
+                        let _ = timeout(ABORT_TIMEOUT, client.abort(&url, &id)).await;
+                    }
+                });
+            }
+            Failure::Refused(_)
+            | Failure::Busy { .. }
+            | Failure::Rejected(_)
+            | Failure::Aborted(_)
+            | Failure::Fatal(_) => {}
+        }
+    }
+
+    async fn abort(&self, id: &EngineRequestId) {
+        match timeout(ABORT_TIMEOUT, self.client.abort(&self.attempt.rank.url, id)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                tracing::warn!(target = %self.attempt.rank.target, %error, "abort failed");
+            }
+            Err(_) => {
+                tracing::warn!(target = %self.attempt.rank.target, "abort was not answered");
+            }
+        }
+    }
+
+    fn request(&self, id: &EngineRequestId) -> EngineRequest {
+        let attempt = &self.attempt;
+        let params = attempt.work.call.params();
+        let facts = &attempt.rank.replica.facts;
+        let kept = attempt.kept.len();
+        let prompt = match &params.prompt {
+            Prompt::Tokens(ids) if kept > 0 => {
+                let all: Vec<u32> = ids.iter().chain(&attempt.kept.tokens).copied().collect();
+                Prompt::Tokens(all.into())
+            }
+            same => same.clone(),
+        };
+        // Sent explicitly: engines' own defaults are 128, or the whole context.
+        let max_tokens = match (params.sampling.max_tokens, prompt.token_count()) {
+            (Some(max_tokens), _) => max_tokens.saturating_sub(kept),
+            (None, Some(length)) => facts
+                .context_length
+                .saturating_sub(u32::try_from(length).unwrap_or(u32::MAX)),
+            // Validation asks for max_tokens with a text prompt.
+            (None, None) => 1,
+        };
+        let stream = if facts.capabilities.incremental_streaming {
+            StreamMode::Incremental
+        } else {
+            StreamMode::Cumulative {
+                interval: max_tokens.div_ceil(CUMULATIVE_FRAMES).max(64),
+            }
+        };
+        EngineRequest {
+            url: Arc::clone(&attempt.rank.url),
+            id: id.clone(),
+            rank: attempt.rank.engine_rank,
+            prompt,
+            max_tokens: max_tokens.max(1),
+            sampling: SamplingRef {
+                shared: Arc::clone(&params.sampling),
+                seed: params
+                    .sampling
+                    .seed
+                    .map(|seed| seed + u64::from(attempt.sample)),
+                min_tokens: params.sampling.min_tokens.unwrap_or(0).saturating_sub(kept),
+            },
+            logprobs: params.logprobs,
+            adapter: params.adapter.clone(),
+            priority: facts
+                .capabilities
+                .priority
+                .then(|| attempt.work.call.call().priority),
+            routed_experts: params.routed_experts,
+            stream,
+        }
+    }
+
+    fn wrong_tokens(&self, new: &[u32], have: u32, base: u32, budget: u32) -> Option<String> {
+        let count = u64::from(have - base) + new.len() as u64;
+        if count > u64::from(budget) {
+            return Some(format!("{count} tokens, {budget} were asked for"));
+        }
+        let vocab = self.attempt.rank.replica.facts.vocab_size?.get();
+        new.iter()
+            .any(|id| *id >= vocab)
+            .then(|| format!("a token id is not below the vocabulary size of {vocab}"))
+    }
+
+    /// What was asked for of the weights holds for every token.
+    fn wrong_finish(&self, tokens: &Partial) -> Option<String> {
+        let wanted = self
+            .attempt
+            .work
+            .call
+            .params()
+            .weights
+            .constraint
+            .as_ref()?;
+        tokens
+            .weight_spans
+            .iter()
+            .find(|span| !wanted.admits(&span.version))
+            .map(|span| {
+                format!(
+                    "weights {:?} made tokens {} to {}",
+                    span.version, span.start, span.end
+                )
+            })
+    }
+}

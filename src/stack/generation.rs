@@ -1,0 +1,320 @@
+//! One running generation and those who follow it.
+//!
+//! The generation is one append-only buffer per sample, bounded by the request;
+//! followers read it at their own pace, so a slow one holds up nobody. When the
+//! last follower has left, a generation with a key goes on for a grace period (a
+//! retry is coming), one without is stopped at once.
+//!
+//! ```text
+//!            all followers gone, grace over; or cancelled
+//! Running ─────────────────────────────────────────────▶ Stopping ──▶ Ended
+//!    └───────────────────── finished or failed ────────────────────────▲
+//! ```
+//! A stopping generation takes no new follower: who comes then waits for its end
+//! and begins anew, so that two never run at once.
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::{sync::watch, time::Instant};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    call::Completion,
+    error::{Error, Reason},
+    store::Fingerprint,
+};
+
+/// A finished generation.
+#[derive(Clone, Debug)]
+pub struct Finished {
+    /// Its result.
+    pub completion: Arc<Completion>,
+    /// It was generated for an earlier request.
+    pub replayed: bool,
+    /// It is kept for later ones. Meaningless without a key.
+    pub stored: bool,
+}
+
+/// How a generation ended.
+pub type Outcome = Result<Finished, Error>;
+
+/// One running generation.
+#[derive(Debug)]
+pub struct Generation {
+    /// What was asked for, where there is a key.
+    pub fingerprint: Option<Fingerprint>,
+    inner: Mutex<Inner>,
+    /// Counts changes of `inner`.
+    changed: watch::Sender<u64>,
+    /// Tells attempts to stop at their engines.
+    stop: CancellationToken,
+    max_followers: usize,
+}
+
+#[derive(Debug)]
+struct Inner {
+    phase: Phase,
+    followers: usize,
+}
+
+#[derive(Debug)]
+enum Phase {
+    Running,
+    Stopping(Error),
+    Ended(Outcome),
+}
+
+/// Why a generation cannot be followed.
+#[derive(Debug, PartialEq, Eq)]
+pub enum CannotFollow {
+    /// It is being stopped: wait for its end, then begin anew.
+    Stopping,
+    /// As many as are allowed do already.
+    TooMany,
+}
+
+impl Generation {
+    /// A new one with its first follower.
+    pub fn begin(fingerprint: Option<Fingerprint>, max_followers: usize) -> (Arc<Self>, Ticket) {
+        let generation = Arc::new(Self {
+            fingerprint,
+            inner: Mutex::new(Inner {
+                phase: Phase::Running,
+                followers: 1,
+            }),
+            changed: watch::channel(0).0,
+            stop: CancellationToken::new(),
+            max_followers,
+        });
+        let ticket = Ticket::new(Arc::clone(&generation));
+        (generation, ticket)
+    }
+
+    /// Joins it.
+    ///
+    /// # Errors
+    /// When it is being stopped, or has too many followers.
+    pub fn follow(self: &Arc<Self>) -> Result<Ticket, CannotFollow> {
+        let mut inner = self.lock();
+        match inner.phase {
+            Phase::Stopping(_) => return Err(CannotFollow::Stopping),
+            Phase::Running if inner.followers >= self.max_followers => {
+                return Err(CannotFollow::TooMany);
+            }
+            Phase::Running | Phase::Ended(_) => inner.followers += 1,
+        }
+        drop(inner);
+        self.notify();
+        Ok(Ticket::new(Arc::clone(self)))
+    }
+
+    /// What attempts watch to stop at their engines.
+    pub fn stop_token(&self) -> &CancellationToken {
+        &self.stop
+    }
+
+    /// Why it is being stopped; to be asked after the token was cancelled.
+    pub fn stop_reason(&self) -> Error {
+        match &self.lock().phase {
+            Phase::Stopping(error) => error.clone(),
+            Phase::Running | Phase::Ended(_) => abandoned(),
+        }
+    }
+
+    /// Waits until nobody has followed it for `grace`, then begins to stop it.
+    pub async fn abandon_after(&self, grace: Duration) {
+        let mut changed = self.changed.subscribe();
+        loop {
+            if self.followers() > 0 {
+                if changed.changed().await.is_err() {
+                    return;
+                }
+                continue;
+            }
+            let somebody_came =
+                async { while self.followers() == 0 && changed.changed().await.is_ok() {} };
+            if tokio::time::timeout(grace, somebody_came).await.is_err()
+                && self.stop_if_alone(abandoned())
+            {
+                return;
+            }
+        }
+    }
+
+    /// Stops it whoever follows, for this reason.
+    pub fn cancel(&self, reason: Error) {
+        let mut inner = self.lock();
+        if matches!(inner.phase, Phase::Running) {
+            inner.phase = Phase::Stopping(reason);
+            drop(inner);
+            self.stop.cancel();
+            self.notify();
+        }
+    }
+
+    fn stop_if_alone(&self, reason: Error) -> bool {
+        let mut inner = self.lock();
+        if inner.followers > 0 || !matches!(inner.phase, Phase::Running) {
+            return false;
+        }
+        inner.phase = Phase::Stopping(reason);
+        drop(inner);
+        self.stop.cancel();
+        self.notify();
+        true
+    }
+
+    /// Ends it. Only the first end counts.
+    pub fn end(&self, outcome: Outcome) {
+        let mut inner = self.lock();
+        if !matches!(inner.phase, Phase::Ended(_)) {
+            inner.phase = Phase::Ended(outcome);
+        }
+        drop(inner);
+        self.notify();
+    }
+
+    /// Waits for its end.
+    pub async fn ended(&self) -> Outcome {
+        let mut changed = self.changed.subscribe();
+        loop {
+            if let Phase::Ended(outcome) = &self.lock().phase {
+                return outcome.clone();
+            }
+            if changed.changed().await.is_err() {
+                return Err(Error::new(Reason::Internal, "the generation vanished"));
+            }
+        }
+    }
+
+    fn followers(&self) -> usize {
+        self.lock().followers
+    }
+
+    fn leave(&self) {
+        self.lock().followers -= 1;
+        self.notify();
+    }
+
+    fn notify(&self) {
+        self.changed.send_modify(|count| *count += 1);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn abandoned() -> Error {
+    Error::new(Reason::Cancelled, "the caller went away")
+}
+
+/// One caller's hold on a generation. Dropping it leaves.
+#[derive(Debug)]
+pub struct Ticket {
+    generation: Arc<Generation>,
+    deadline: Option<Instant>,
+}
+
+impl Ticket {
+    fn new(generation: Arc<Generation>) -> Self {
+        Self {
+            generation,
+            deadline: None,
+        }
+    }
+
+    /// The same with a deadline of its own.
+    #[must_use]
+    pub fn until(mut self, deadline: Instant) -> Self {
+        self.deadline = Some(deadline);
+        self
+    }
+
+    /// Waits for the result, at most until the deadline. The generation does not
+    /// end with the wait: see the module.
+    ///
+    /// # Errors
+    /// What the generation failed with, or DEADLINE.
+    pub async fn finished(self) -> Outcome {
+        match self.deadline {
+            Some(deadline) => tokio::time::timeout_at(deadline, self.generation.ended())
+                .await
+                .unwrap_or_else(|_| Err(Error::deadline())),
+            None => self.generation.ended().await,
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.generation.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failed() -> Outcome {
+        Err(Error::new(Reason::NoReplica, "none"))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn all_followers_see_one_end_each_on_its_own_deadline() {
+        let (generation, first) = Generation::begin(None, 8);
+        let second = generation.follow().unwrap();
+        let third = generation
+            .follow()
+            .unwrap()
+            .until(Instant::now() + Duration::from_secs(1));
+        let late = generation.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            late.end(failed());
+        });
+        let (a, b, c) = tokio::join!(first.finished(), second.finished(), third.finished());
+        assert_eq!(a.unwrap_err().reason, Reason::NoReplica);
+        assert_eq!(b.unwrap_err().reason, Reason::NoReplica);
+        assert_eq!(c.unwrap_err().reason, Reason::Deadline);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn it_is_stopped_when_nobody_followed_it_for_the_grace() {
+        let (generation, ticket) = Generation::begin(None, 8);
+        let watched = generation.clone();
+        let start = Instant::now();
+        let stopper =
+            tokio::spawn(async move { watched.abandon_after(Duration::from_secs(30)).await });
+        drop(ticket);
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        let again = generation.follow().unwrap();
+        tokio::time::sleep(Duration::from_secs(60)).await;
+        assert!(!generation.stop_token().is_cancelled(), "it is followed");
+        drop(again);
+        stopper.await.unwrap();
+        assert!(generation.stop_token().is_cancelled());
+        assert_eq!(start.elapsed(), Duration::from_secs(110));
+        assert_eq!(generation.follow().unwrap_err(), CannotFollow::Stopping);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn without_grace_it_is_stopped_at_once() {
+        let (generation, ticket) = Generation::begin(None, 8);
+        let start = Instant::now();
+        drop(ticket);
+        generation.abandon_after(Duration::ZERO).await;
+        assert!(generation.stop_token().is_cancelled());
+        assert!(start.elapsed() <= Duration::from_millis(1));
+    }
+
+    #[tokio::test]
+    async fn followers_are_bounded() {
+        let (generation, _first) = Generation::begin(None, 2);
+        let _second = generation.follow().unwrap();
+        assert_eq!(generation.follow().unwrap_err(), CannotFollow::TooMany);
+    }
+}
