@@ -5,6 +5,7 @@
 //! The trait is shaped for several control planes over one store: a claim says
 //! who owns a running generation, and owners have identities.
 
+pub mod life;
 pub mod memory;
 
 use std::{
@@ -112,6 +113,28 @@ impl FinishedSample {
     }
 }
 
+impl FinishedSample {
+    /// Its size as it is stored, in bytes.
+    fn encoded_len(&self) -> Result<u64, StoreError> {
+        postcard::serialize_with_flavor(self, postcard::ser_flavors::Size::default())
+            .map(|bytes| bytes as u64)
+            .map_err(|e| StoreError::Failed(format!("a result cannot be encoded: {e}")))
+    }
+}
+
+/// Start ids that a store remembers for one replica: a start that comes again
+/// after this many others counts as a new one.
+const BOOTS_REMEMBERED: usize = 16;
+
+/// An epoch that is greater than those of stores that were begun or lost
+/// something earlier: milliseconds of the wall clock.
+fn fresh_epoch(now: SystemTime) -> u64 {
+    now.duration_since(SystemTime::UNIX_EPOCH)
+        .ok()
+        .and_then(|age| u64::try_from(age.as_millis()).ok())
+        .unwrap_or(1)
+}
+
 /// A request for ownership of a key.
 #[derive(Clone, Debug)]
 pub struct ClaimRequest {
@@ -125,6 +148,19 @@ pub struct ClaimRequest {
     pub num_samples: u32,
     /// Who asks.
     pub owner: OwnerId,
+}
+
+impl ClaimRequest {
+    /// As the state machine takes it, at this time of the store's clock.
+    fn into_command<R>(self, now: SystemTime) -> life::Command<R> {
+        life::Command::Claim {
+            owner: self.owner,
+            tenant: self.tenant,
+            fingerprint: self.fingerprint,
+            num_samples: self.num_samples,
+            now,
+        }
+    }
 }
 
 /// What a claim finds.
@@ -155,8 +191,11 @@ pub struct Claimed {
     /// Samples that an earlier owner finished, by index.
     pub finished: Vec<(u32, FinishedSample)>,
     /// Attempts that an earlier owner left: each must be fenced before its
-    /// sample runs again. Also the source of the next attempt's number.
+    /// sample runs again.
     pub orphans: Vec<(u32, AttemptRecord)>,
+    /// The greatest attempt number of each sample so far, by index; 0 for none.
+    /// The next attempt's number is greater: fenced attempts count too.
+    pub last_attempts: Vec<u32>,
 }
 
 /// Whether a commit took effect.
@@ -166,7 +205,8 @@ pub enum Commit {
     Stored,
     /// The sample's attempt is another one by now: the result is dropped.
     Stale,
-    /// Too large to be kept: delivered, but a later retry generates anew.
+    /// Too large to be kept: delivered, but a later retry generates anew. The
+    /// attempt counts as fenced.
     TooLarge,
 }
 
@@ -188,6 +228,10 @@ pub enum StoreError {
     /// The caller does not own the key.
     #[error("not the owner of this key")]
     NotOwner,
+    /// The life of the key does not allow it: a fault of the caller. Nothing
+    /// has changed.
+    #[error("refused: {0}")]
+    Refused(life::Rejection),
     /// A read found a damaged record.
     #[error("a stored record is damaged: {0}")]
     Damaged(String),
@@ -197,6 +241,23 @@ pub enum StoreError {
     Failed(String),
 }
 
+impl StoreError {
+    fn over_quota(tenant: &Tenant, used: u64, quota: u64) -> Self {
+        Self::Full(format!(
+            "tenant {tenant} keeps {used} bytes, its quota is {quota}; keys expire by themselves"
+        ))
+    }
+}
+
+impl From<life::Rejection> for StoreError {
+    fn from(rejection: life::Rejection) -> Self {
+        match rejection {
+            life::Rejection::NotOwner => Self::NotOwner,
+            other => Self::Refused(other),
+        }
+    }
+}
+
 /// A store. Every write that answers `Ok` is as durable as configured; all of
 /// them may be called at once from any task.
 pub trait Store: Send + Sync + 'static {
@@ -204,7 +265,8 @@ pub trait Store: Send + Sync + 'static {
     fn claim(&self, request: ClaimRequest) -> BoxFuture<'_, Result<Claim, StoreError>>;
 
     /// An attempt is about to be sent: durable before this answers. `attempt`
-    /// has a greater number than every earlier one of its sample.
+    /// has a greater number than every earlier one of its sample, which are all
+    /// fenced.
     fn dispatch(
         &self,
         key: KeyHash,
@@ -225,6 +287,7 @@ pub trait Store: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<Commit, StoreError>>;
 
     /// The attempt is over without a result and cannot deliver one any more.
+    /// Without effect where it is over already.
     fn fence(
         &self,
         key: KeyHash,
@@ -246,7 +309,8 @@ pub trait Store: Send + Sync + 'static {
     fn release(&self, key: KeyHash, owner: OwnerId) -> BoxFuture<'_, Result<(), StoreError>>;
 
     /// The result under a key, as a claim with the right fingerprint would see
-    /// it, without taking ownership. `None`: unknown or expired.
+    /// it, without taking ownership: `Claimed` is progress that nobody continues
+    /// now. `None`: unknown or expired.
     fn read(&self, key: KeyHash) -> BoxFuture<'_, Result<Option<Claim>, StoreError>>;
 
     /// The incarnation of this start of a replica: the same for the same boot
