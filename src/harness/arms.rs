@@ -106,8 +106,23 @@ impl<P: Progress> Job<P> {
         let requests = u64::from(self.bench.trajectories) * u64::from(self.bench.turns);
         self.progress.arm_started(arm, requests);
         let started = Instant::now();
-        let mut waiting = 1..=self.bench.trajectories;
         let mut running = JoinSet::new();
+        let result = self.run_trajectories(arm, &mut running).await;
+        let elapsed = started.elapsed();
+        running.shutdown().await;
+        self.progress.arm_finished(arm);
+        Ok(ArmRun {
+            trajectories: result?,
+            elapsed,
+        })
+    }
+
+    async fn run_trajectories(
+        self: &Arc<Self>,
+        arm: Arm,
+        running: &mut JoinSet<(u32, anyhow::Result<Vec<Turn>>)>,
+    ) -> anyhow::Result<Vec<Vec<Turn>>> {
+        let mut waiting = 1..=self.bench.trajectories;
         let mut done = Vec::new();
         loop {
             while running.len() < self.bench.concurrency as usize
@@ -122,13 +137,8 @@ impl<P: Progress> Job<P> {
             let (number, turns) = joined.context("a trajectory's task failed")?;
             done.push((number, turns?));
         }
-        let elapsed = started.elapsed();
-        self.progress.arm_finished(arm);
         done.sort_unstable_by_key(|(number, _)| *number);
-        Ok(ArmRun {
-            trajectories: done.into_iter().map(|(_, turns)| turns).collect(),
-            elapsed,
-        })
+        Ok(done.into_iter().map(|(_, turns)| turns).collect())
     }
 
     async fn run_trajectory(&self, arm: Arm, number: u32) -> anyhow::Result<Vec<Turn>> {

@@ -24,7 +24,7 @@ pub trait Progress: Send + Sync + 'static {
         let _ = arm;
     }
 
-    /// All requests of the arm are done.
+    /// The arm is over, whole or failed.
     fn arm_finished(&self, arm: Arm) {
         let _ = arm;
     }
