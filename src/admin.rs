@@ -10,7 +10,8 @@ pub async fn serve(listener: TcpListener, drain: CancellationToken, stop: Cancel
         .route("/livez", get(async || StatusCode::OK))
         .route("/readyz", get(ready))
         .with_state(drain);
-    let served = axum::serve(listener, app).with_graceful_shutdown(async move { stop.cancelled().await });
+    let served =
+        axum::serve(listener, app).with_graceful_shutdown(async move { stop.cancelled().await });
     if let Err(error) = served.await {
         tracing::error!(%error, "the admin listener failed");
     }

@@ -257,7 +257,10 @@ impl Config {
         };
         let faults = config.faults();
         if !faults.is_empty() {
-            bail!("the configuration is not usable:\n  {}", faults.join("\n  "));
+            bail!(
+                "the configuration is not usable:\n  {}",
+                faults.join("\n  ")
+            );
         }
         Ok(config)
     }
@@ -294,9 +297,19 @@ impl Config {
             );
         };
         let ms = Duration::from_millis;
-        within("heartbeat-interval", self.fleet.lease.interval, ms(50), ms(60_000));
+        within(
+            "heartbeat-interval",
+            self.fleet.lease.interval,
+            ms(50),
+            ms(60_000),
+        );
         within("pin-ttl", self.router.pin_ttl, ms(1000), 30 * DAY);
-        within("default-deadline", self.stack.default_deadline, ms(1), 30 * DAY);
+        within(
+            "default-deadline",
+            self.stack.default_deadline,
+            ms(1),
+            30 * DAY,
+        );
         within("grace", self.stack.grace, Duration::ZERO, DAY);
         within("drain-timeout", self.drain_timeout, Duration::ZERO, DAY);
         check(
@@ -324,9 +337,14 @@ impl Config {
             "max-streams: must be at least 1".to_owned(),
         );
         check(
-            self.log.parse::<tracing_subscriber::filter::Targets>().is_ok()
+            self.log
+                .parse::<tracing_subscriber::filter::Targets>()
+                .is_ok()
                 || tracing_subscriber::EnvFilter::try_new(&self.log).is_ok(),
-            format!("log: {:?} is no filter as \"info\" or \"berth=debug\"", self.log),
+            format!(
+                "log: {:?} is no filter as \"info\" or \"berth=debug\"",
+                self.log
+            ),
         );
         faults
     }
@@ -334,10 +352,7 @@ impl Config {
 
 /// Variables that begin with `BERTH_` and are none of `known`: misspelt, most
 /// likely.
-pub fn unknown_variables(
-    variables: impl Iterator<Item = String>,
-    known: &[String],
-) -> Vec<String> {
+pub fn unknown_variables(variables: impl Iterator<Item = String>, known: &[String]) -> Vec<String> {
     let mut unknown: Vec<String> = variables
         .filter(|name| name.starts_with("BERTH_") && !known.contains(name))
         .collect();

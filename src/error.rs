@@ -125,6 +125,7 @@ impl From<StoreError> for Error {
         let reason = match &error {
             StoreError::Full(_) => Reason::StoreFull,
             StoreError::NotOwner => Reason::OutcomeUnknown,
+            StoreError::Refused(_) => Reason::Internal,
             StoreError::Damaged(_) => Reason::DataLoss,
             StoreError::Failed(_) => Reason::StoreFailed,
         };

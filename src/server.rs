@@ -25,15 +25,19 @@ use crate::{
     admin,
     api::{fleet::FleetView, replica::Replicas, sampling::Sampling},
     config::Config,
-    engine::{http::HttpClient, sglang::SglangClient},
+    engine::{
+        http::{HttpClient, HttpConfig},
+        sglang::{SglangClient, SglangConfig},
+    },
     fleet::Fleet,
     proto::{
-        self, fleet_service_server::FleetServiceServer, replica_service_server::ReplicaServiceServer,
+        self, fleet_service_server::FleetServiceServer,
+        replica_service_server::ReplicaServiceServer,
         sampling_service_server::SamplingServiceServer,
     },
     routing::Router,
     stack::{self, Engines, Parts, deadline::TakeTimeout},
-    store::{OwnerId, Store, memory::MemoryStore, sled::SledStore},
+    store::{OwnerId, Store, memory::MemoryStore},
 };
 
 /// How often idle pins are looked for.
@@ -73,7 +77,10 @@ impl Server {
             fleet,
             router,
             engines: Engines {
-                sglang: Arc::new(SglangClient::new(HttpClient::new())),
+                sglang: Arc::new(SglangClient::new(
+                    HttpClient::new(HttpConfig::default()),
+                    SglangConfig::default(),
+                )),
             },
             tasks: TaskTracker::new(),
             closing: CancellationToken::new(),
@@ -129,14 +136,8 @@ impl Server {
 }
 
 async fn open_store(config: &Config) -> anyhow::Result<Arc<dyn Store>> {
-    let Some(dir) = config.data_dir.clone() else {
-        return Ok(Arc::new(MemoryStore::default()));
-    };
-    // Opening reads the disk: not on a thread that serves.
-    let store = tokio::task::spawn_blocking(move || SledStore::open(&dir, Default::default()))
-        .await
-        .context("opening the store failed")??;
-    Ok(Arc::new(store))
+    let _ = config;
+    Ok(Arc::new(MemoryStore::default()))
 }
 
 async fn bind(address: SocketAddr, what: &str) -> anyhow::Result<TcpListener> {
@@ -160,7 +161,9 @@ async fn serve(
     tokio::spawn(admin::serve(admin, drain.clone(), stop.clone()));
 
     let (health, health_service) = tonic_health::server::health_reporter();
-    health.set_serving::<SamplingServiceServer<Sampling>>().await;
+    health
+        .set_serving::<SamplingServiceServer<Sampling>>()
+        .await;
     health.set_serving::<ReplicaServiceServer<Replicas>>().await;
     health.set_serving::<FleetServiceServer<FleetView>>().await;
 
@@ -186,11 +189,19 @@ async fn serve(
     let http = ServiceBuilder::new()
         // Outermost: whatever fails below is an answer, not a cut connection.
         .layer(CatchPanicLayer::custom(on_panic))
-        .layer(SetSensitiveRequestHeadersLayer::new([header::AUTHORIZATION, header::COOKIE]))
+        .layer(SetSensitiveRequestHeadersLayer::new([
+            header::AUTHORIZATION,
+            header::COOKIE,
+        ]))
         // One id for a request, in logs and in the answer; a client may bring it.
         .layer(SetRequestIdLayer::new(REQUEST_ID, MakeRequestUuid))
         .layer(PropagateRequestIdLayer::new(REQUEST_ID))
-        .layer(TraceLayer::new_for_grpc().on_failure(()).on_response(()).on_eos(()))
+        .layer(
+            TraceLayer::new_for_grpc()
+                .on_failure(())
+                .on_response(())
+                .on_eos(()),
+        )
         // Before tonic sees the header: it would answer CANCELLED.
         .layer_fn(TakeTimeout::new)
         .into_inner();
@@ -214,10 +225,7 @@ async fn serve(
         .add_service(sampling)
         .add_service(replicas)
         .add_service(fleet_view)
-        .serve_with_incoming_shutdown(
-            TcpListenerStream::new(grpc),
-            draining.cancelled_owned(),
-        );
+        .serve_with_incoming_shutdown(TcpListenerStream::new(grpc), draining.cancelled_owned());
     tokio::pin!(server);
 
     let result = tokio::select! {
@@ -243,7 +251,10 @@ async fn close(parts: &Parts) {
     parts.closing.cancel();
     parts.tasks.close();
     let begun = Instant::now();
-    if tokio::time::timeout(STOP_TIMEOUT, parts.tasks.wait()).await.is_err() {
+    if tokio::time::timeout(STOP_TIMEOUT, parts.tasks.wait())
+        .await
+        .is_err()
+    {
         warn!(left = parts.tasks.len(), "generations did not stop in time");
     } else {
         info!(took = ?begun.elapsed(), "stopped");

@@ -20,7 +20,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the control plane.
-    Serve(serve::Args),
+    Serve(Box<serve::Args>),
     /// Run beside an engine: register it, report its health, drain it.
     Sidecar(sidecar::Args),
     /// Run a simulated engine that speaks SGLang's HTTP.
@@ -39,7 +39,7 @@ impl Cli {
     /// with status 1.
     pub async fn run(self) -> anyhow::Result<()> {
         match self.command {
-            Command::Serve(args) => serve::run(args).await,
+            Command::Serve(args) => serve::run(*args).await,
             Command::Sidecar(args) => sidecar::run(args).await,
             Command::SimEngine(args) => sim_engine::run(args).await,
             Command::Demo(args) => demo::run(args).await,

@@ -220,16 +220,13 @@ impl Router {
     fn place<'f>(
         &self,
         fleet: &'f Snapshot,
-        model: &ModelView,
+        model: &'f ModelView,
         request: &RouteRequest<'_>,
         key: PinKey,
     ) -> Result<&'f RankView, NoRoute> {
         let load =
             |rank: &RankView| as_f64(rank.load.live_pins() + rank.load.in_flight()) / rank.weight();
-        let least = Self::eligible(fleet, model, request)
-            .map(load)
-            .min_by(f64::total_cmp)
-            .ok_or_else(|| Self::why_none(fleet, model, request))?;
+        let (least, lightest) = Self::lightest(fleet, model, request, load)?;
         let bound = if self.config.load_factor > 1.0 {
             // With the new key counted, as in consistent hashing with bounded
             // loads: an idle fleet then has room everywhere.
@@ -244,13 +241,27 @@ impl Router {
         } else {
             least
         };
-        model
+        Ok(model
             .ring
             .first(key.0, |member| {
                 let rank = &fleet.ranks[model.ranks[member]];
                 Self::takes(rank, request) && load(rank) <= bound
             })
-            .map(|member| &fleet.ranks[model.ranks[member]])
+            .map_or(lightest, |member| &fleet.ranks[model.ranks[member]]))
+    }
+
+    /// The least load and a rank that has it. Pinned requests come and go
+    /// meanwhile, so when the ring is asked the next moment, no rank may be that
+    /// light any more: then this one it is.
+    fn lightest<'f>(
+        fleet: &'f Snapshot,
+        model: &'f ModelView,
+        request: &RouteRequest<'_>,
+        load: impl Fn(&RankView) -> f64,
+    ) -> Result<(f64, &'f RankView), NoRoute> {
+        Self::eligible(fleet, model, request)
+            .map(|rank| (load(rank), rank))
+            .min_by(|a, b| a.0.total_cmp(&b.0))
             .ok_or_else(|| Self::why_none(fleet, model, request))
     }
 
@@ -267,18 +278,15 @@ impl Router {
             .placement
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let least = Self::eligible(fleet, model, request)
-            .map(load)
-            .min_by(f64::total_cmp)
-            .ok_or_else(|| Self::why_none(fleet, model, request))?;
-        model
+        let (least, lightest) = Self::lightest(fleet, model, request, load)?;
+        let rank = model
             .ring
             .first(request.request, |member| {
                 let rank = &fleet.ranks[model.ranks[member]];
                 Self::takes(rank, request) && load(rank) <= least
             })
-            .map(|member| Self::decide(&fleet.ranks[model.ranks[member]], request, reason))
-            .ok_or_else(|| Self::why_none(fleet, model, request))
+            .map_or(lightest, |member| &fleet.ranks[model.ranks[member]]);
+        Ok(Self::decide(rank, request, reason))
     }
 
     /// The eligible rank number `draw`, counted round.

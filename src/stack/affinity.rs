@@ -321,15 +321,8 @@ where
 {
     fn new(layer: &'a Affinity<S>, resolved: &'a ResolvedWork, index: u32) -> Self {
         // Numbers go on where an earlier owner of the key left off.
-        let number = resolved
-            .work
-            .start
-            .orphans
-            .iter()
-            .filter(|(sample, _)| *sample == index)
-            .map(|(_, attempt)| attempt.number)
-            .max()
-            .unwrap_or(0);
+        let last = &resolved.work.start.last_attempts;
+        let number = last.get(index as usize).copied().unwrap_or(0);
         Self {
             layer,
             resolved,
@@ -380,6 +373,8 @@ where
                 Next::Fail(error) => return Err(error),
                 Next::Again { kept: from, pause } => {
                     kept = from;
+                    let journal = &self.resolved.work.journal;
+                    journal.fence(self.index, self.number).await?;
                     let reason = chosen.reason;
                     let slot = chosen.rank.slot;
                     // Off the count before choosing again.

@@ -192,7 +192,7 @@ impl Run {
     where
         S: Service<Work, Response = Samples, Error = Error>,
     {
-        let start = Arc::new(from_scratch());
+        let start = Arc::new(from_scratch(call.params().num_samples));
         let outcome = self
             .generate(inner, call, Journal::None, start, Duration::ZERO)
             .await;

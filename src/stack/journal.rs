@@ -103,8 +103,9 @@ impl Journal {
 }
 
 /// Nothing done by anybody before.
-pub fn from_scratch() -> Claimed {
+pub fn from_scratch(num_samples: u32) -> Claimed {
     Claimed {
+        last_attempts: vec![0; num_samples as usize],
         started_at: std::time::SystemTime::now(),
         finished: Vec::new(),
         orphans: Vec::new(),

@@ -22,6 +22,8 @@ pub mod idempotency;
 pub mod journal;
 pub mod partial;
 pub mod resolve;
+#[cfg(test)]
+mod testing;
 pub mod validate;
 
 use std::{sync::Arc, time::Duration};

@@ -448,6 +448,7 @@ async fn a_prompt_of_128k_tokens_is_sent_whole() {
     request.sampling = SamplingRef {
         shared: Arc::new(Sampling::default()),
         seed: Some(1 << 62),
+        min_tokens: 0,
     };
     let _ = run(&SglangClient::default(), request).await;
     let sent: Value = serde_json::from_slice(&server.take_requests()[0].body).unwrap();

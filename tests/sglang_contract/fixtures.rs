@@ -74,7 +74,6 @@ pub fn call(request: &Value, url: &str, stream: StreamMode) -> EngineRequest {
         temperature: number(&params["temperature"]),
         top_p: number(&params["top_p"]),
         top_k: uint(&params["top_k"]),
-        min_tokens: uint(&params["min_new_tokens"]),
         ignore_eos: params["ignore_eos"] == true,
         stop: serde_json::from_value(params["stop"].clone()).ok(),
         stop_token_ids: serde_json::from_value(params["stop_token_ids"].clone()).ok(),
@@ -92,6 +91,7 @@ pub fn call(request: &Value, url: &str, stream: StreamMode) -> EngineRequest {
         sampling: SamplingRef {
             shared: Arc::new(sampling),
             seed: params["sampling_seed"].as_u64(),
+            min_tokens: uint(&params["min_new_tokens"]).unwrap_or(0),
         },
         logprobs: LogprobsWanted {
             output: logprobs,

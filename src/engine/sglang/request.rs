@@ -84,7 +84,7 @@ impl<'a> Params<'a> {
             repetition_penalty: sampling.repetition_penalty.unwrap_or(1.0),
             ignore_eos: sampling.ignore_eos,
             skip_special_tokens: sampling.skip_special_tokens.unwrap_or(true),
-            min_new_tokens: sampling.min_tokens.filter(|least| *least > 0),
+            min_new_tokens: Some(request.sampling.min_tokens).filter(|least| *least > 0),
             sampling_seed: request.sampling.seed,
             stop: sampling.stop.as_deref().filter(|s| !s.is_empty()),
             stop_token_ids: sampling.stop_token_ids.as_deref().filter(|s| !s.is_empty()),

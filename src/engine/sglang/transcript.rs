@@ -169,6 +169,7 @@ impl Transcript {
             tokens,
             logprobs,
             top_logprobs,
+            weight_version: meta.weight_version.clone(),
         }))
     }
 

@@ -1,1 +1,576 @@
+//! The rules, one by one, on a fleet made by hand.
 
+use std::{collections::HashSet, sync::Arc};
+
+use super::*;
+use crate::{
+    call::{LogprobMode, WeightsConstraint},
+    fleet::{
+        facts::{Accelerator, Capabilities, EngineKind, RankFacts, ReplicaFacts},
+        snapshot::{RankLoad, ReplicaView},
+    },
+    ids::{BootId, Incarnation, ReplicaId, Target},
+};
+
+/// A fleet that a test can change.
+struct Fleet {
+    ranks: Vec<Fake>,
+    snapshot: Snapshot,
+}
+
+struct Fake {
+    slot: u32,
+    replica: String,
+    incarnation: u64,
+    rank: u32,
+    capacity: u64,
+    state: RankState,
+    weights: &'static str,
+    load: Arc<RankLoad>,
+}
+
+impl Fleet {
+    fn new(replicas: u32, ranks: u32) -> Self {
+        let ranks = (0..replicas * ranks)
+            .map(|i| Fake {
+                slot: i,
+                replica: format!("r{}", i / ranks),
+                incarnation: 1,
+                rank: i % ranks,
+                capacity: 375_000,
+                state: RankState::Open,
+                weights: "1",
+                load: Arc::default(),
+            })
+            .collect();
+        let mut fleet = Self {
+            ranks,
+            snapshot: Snapshot::default(),
+        };
+        fleet.publish();
+        fleet
+    }
+
+    fn publish(&mut self) {
+        let views = self
+            .ranks
+            .iter()
+            .map(|f| {
+                let facts = RankFacts {
+                    rank: f.rank,
+                    url: "http://127.0.0.1:1".into(),
+                    engine_rank: f.rank,
+                    gpu_uuids: Vec::new(),
+                    kv_capacity: f.capacity,
+                    max_running: 0,
+                };
+                RankView {
+                    slot: RankSlot(f.slot),
+                    target: Target {
+                        replica: ReplicaId::new(f.replica.clone()),
+                        incarnation: Incarnation(f.incarnation),
+                        rank: f.rank,
+                    },
+                    replica: Arc::new(ReplicaView {
+                        facts: replica_facts(&f.replica, facts.clone()),
+                        incarnation: Incarnation(f.incarnation),
+                    }),
+                    facts,
+                    state: f.state.clone(),
+                    weight_version: f.weights.into(),
+                    load: Arc::clone(&f.load),
+                }
+            })
+            .collect();
+        self.snapshot = Snapshot::build(views, HashSet::new(), &self.snapshot);
+    }
+
+    fn set(&mut self, slot: u32, change: impl FnOnce(&mut Fake)) {
+        change(self.ranks.iter_mut().find(|r| r.slot == slot).unwrap());
+        self.publish();
+    }
+
+    /// The rank dies; its successor, if any, has another slot.
+    fn lose(&mut self, slot: u32) {
+        self.ranks.retain(|r| r.slot != slot);
+        self.publish();
+    }
+
+    fn in_flight(&self) -> Vec<u64> {
+        self.ranks.iter().map(|r| r.load.in_flight()).collect()
+    }
+
+    fn live_pins(&self) -> Vec<u64> {
+        self.ranks.iter().map(|r| r.load.live_pins()).collect()
+    }
+}
+
+fn replica_facts(id: &str, rank: RankFacts) -> ReplicaFacts {
+    ReplicaFacts {
+        id: ReplicaId::new(id),
+        boot: BootId::new("b"),
+        url: "http://127.0.0.1:1".into(),
+        engine: EngineKind::Sglang,
+        engine_version: String::new(),
+        model: "m".into(),
+        vocab_size: None,
+        context_length: 16_384,
+        weight_version: "1".into(),
+        adapters: Vec::new(),
+        capabilities: Capabilities::default(),
+        accelerator: Accelerator::default(),
+        ranks: vec![rank],
+        page_size: 1,
+        logprob_mode: LogprobMode::Processed,
+        labels: Default::default(),
+    }
+}
+
+fn needs() -> Needs {
+    Needs {
+        model: "m".into(),
+        context: 100,
+        ..Needs::default()
+    }
+}
+
+fn pin(i: u64) -> PinKey {
+    PinKey(xxhash_rust::xxh3::xxh3_128(&i.to_le_bytes()))
+}
+
+fn request(needs: &Needs, key: Option<u64>) -> RouteRequest<'_> {
+    RouteRequest {
+        key: key.map(pin),
+        request: xxhash_rust::xxh3::xxh3_128(&key.unwrap_or(7).to_be_bytes()),
+        samples: 1,
+        prompt_tokens: 50,
+        needs,
+        policy: RoutingPolicy::Affinity,
+        avoid: &[],
+    }
+}
+
+fn router() -> Router {
+    Router::new(RouterConfig::default())
+}
+
+fn spread(counts: &[u64]) -> u64 {
+    counts.iter().max().unwrap() - counts.iter().min().unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pinned_key_stays_whatever_the_load() {
+    let (fleet, router, needs) = (Fleet::new(4, 2), router(), needs());
+    let now = Instant::now();
+    let first = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap();
+    assert_eq!(first.reason, RouteReason::NewKey);
+    let _burden = fleet.snapshot.rank(first.slot).unwrap().load.take(1000);
+    for _ in 0..10 {
+        let next = router
+            .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+            .unwrap();
+        assert_eq!((next.slot, next.reason), (first.slot, RouteReason::Pinned));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_hundred_sequential_new_keys_on_an_idle_fleet_spread_evenly() {
+    let (fleet, router, needs) = (Fleet::new(8, 1), router(), needs());
+    for key in 0..200 {
+        // Each is answered before the next comes.
+        drop(router.route(&fleet.snapshot, &request(&needs, Some(key)), Instant::now()));
+    }
+    assert_eq!(fleet.live_pins(), [25; 8]);
+    assert_eq!(fleet.in_flight(), [0; 8]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn ties_do_not_go_to_the_first_rank() {
+    let needs = needs();
+    let mut first = HashSet::new();
+    for key in 0..64 {
+        let (fleet, router) = (Fleet::new(8, 1), router());
+        let decision = router
+            .route(&fleet.snapshot, &request(&needs, Some(key)), Instant::now())
+            .unwrap();
+        first.insert(decision.slot);
+    }
+    assert_eq!(first.len(), 8);
+}
+
+#[test]
+fn sixty_four_new_keys_at_once_spread_and_two_first_turns_of_one_key_share_a_rank() {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .unwrap();
+    let _guard = runtime.enter();
+    let now = Instant::now();
+    let (fleet, router, needs) = (Fleet::new(8, 1), router(), needs());
+    let barrier = std::sync::Barrier::new(16);
+    // Every key twice, in two threads at once.
+    let chosen: Vec<Vec<Decision>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..16u64)
+            .map(|t| {
+                let (fleet, router, needs, barrier) = (&fleet, &router, &needs, &barrier);
+                scope.spawn(move || {
+                    barrier.wait();
+                    (0..8)
+                        .map(|i| {
+                            let key = (t / 2) * 8 + i;
+                            router
+                                .route(&fleet.snapshot, &request(needs, Some(key)), now)
+                                .unwrap()
+                        })
+                        .collect()
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    for pair in chosen.chunks(2) {
+        let slots = |d: &[Decision]| d.iter().map(|d| d.slot).collect::<Vec<_>>();
+        assert_eq!(slots(&pair[0]), slots(&pair[1]));
+    }
+    assert_eq!(fleet.live_pins().iter().sum::<u64>(), 64);
+    // A second turn that comes between weighs on its rank as well.
+    assert!(spread(&fleet.live_pins()) <= 4, "{:?}", fleet.live_pins());
+}
+
+#[tokio::test(start_paused = true)]
+async fn load_is_weighted_by_capacity_and_by_samples() {
+    let (mut fleet, router, needs) = (Fleet::new(2, 1), router(), needs());
+    fleet.set(1, |r| r.capacity = 750_000);
+    for key in 0..30 {
+        drop(router.route(&fleet.snapshot, &request(&needs, Some(key)), Instant::now()));
+    }
+    assert_eq!(fleet.live_pins(), [10, 20]);
+
+    let (fleet, router) = (Fleet::new(2, 1), self::router());
+    let _eight = router
+        .route(
+            &fleet.snapshot,
+            &RouteRequest {
+                samples: 8,
+                ..request(&needs, None)
+            },
+            Instant::now(),
+        )
+        .unwrap();
+    let singles: Vec<_> = (0..8)
+        .map(|key| {
+            router
+                .route(&fleet.snapshot, &request(&needs, Some(key)), Instant::now())
+                .unwrap()
+        })
+        .collect();
+    let mut counts = fleet.in_flight();
+    counts.sort_unstable();
+    assert_eq!(counts.iter().sum::<u64>(), 16);
+    assert!(counts[0] >= 5, "eight samples weigh as eight: {counts:?}");
+    drop(singles);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lost_rank_moves_its_keys_only_and_none_moves_back() {
+    let (mut fleet, router, needs) = (Fleet::new(8, 1), router(), needs());
+    let now = Instant::now();
+    let home = |fleet: &Fleet, key| {
+        router
+            .route(&fleet.snapshot, &request(&needs, Some(key)), now)
+            .map(|d| (d.slot, d.reason))
+            .unwrap()
+    };
+    let before: Vec<_> = (0..80).map(|k| home(&fleet, k).0).collect();
+    fleet.lose(3);
+    let after: Vec<_> = (0..80).map(|k| home(&fleet, k)).collect();
+    for (was, (is, reason)) in before.iter().zip(&after) {
+        if *was == RankSlot(3) {
+            assert_ne!(*is, RankSlot(3));
+            assert_eq!(*reason, RouteReason::ReplicaLost);
+        } else {
+            assert_eq!((was, *reason), (is, RouteReason::Pinned));
+        }
+    }
+    // The replica is back as a new incarnation, in a new slot.
+    fleet.ranks.push(Fake {
+        slot: 100,
+        replica: "r3".to_owned(),
+        incarnation: 2,
+        rank: 0,
+        capacity: 375_000,
+        state: RankState::Open,
+        weights: "1",
+        load: Arc::default(),
+    });
+    fleet.publish();
+    for (key, (was, _)) in (0..80).zip(&after) {
+        assert_eq!(home(&fleet, key), (*was, RouteReason::Pinned));
+    }
+    // New keys find it.
+    assert_eq!(home(&fleet, 1000).0, RankSlot(100));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_refused_the_request_loses_the_key_in_the_same_step() {
+    let (fleet, router, needs) = (Fleet::new(4, 1), router(), needs());
+    let now = Instant::now();
+    let first = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap();
+    let avoid = [first.slot];
+    let second = router
+        .route(
+            &fleet.snapshot,
+            &RouteRequest {
+                avoid: &avoid,
+                ..request(&needs, Some(1))
+            },
+            now,
+        )
+        .unwrap();
+    assert_ne!(second.slot, first.slot);
+    assert_eq!(second.reason, RouteReason::ReplicaLost);
+    let third = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap();
+    assert_eq!(
+        (third.slot, third.reason),
+        (second.slot, RouteReason::Pinned)
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pause_is_a_detour_and_keeps_the_home() {
+    let (mut fleet, router, needs) = (Fleet::new(2, 1), router(), needs());
+    let now = Instant::now();
+    let home = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap()
+        .slot;
+    fleet.set(home.0, |r| r.state = RankState::Closed("paused"));
+    let away = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap();
+    assert_ne!(away.slot, home);
+    assert_eq!(away.reason, RouteReason::Detour);
+    fleet.set(home.0, |r| r.state = RankState::Open);
+    let back = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap();
+    assert_eq!((back.slot, back.reason), (home, RouteReason::Pinned));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_draining_rank_keeps_its_keys_and_takes_no_new_one_until_the_grace_is_over() {
+    let (mut fleet, router, needs) = (Fleet::new(2, 1), router(), needs());
+    let now = Instant::now();
+    let home = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap()
+        .slot;
+    fleet.set(home.0, |r| r.state = RankState::PinnedOnly);
+    let again = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap();
+    assert_eq!((again.slot, again.reason), (home, RouteReason::Pinned));
+    for key in 10..20 {
+        let new = router
+            .route(&fleet.snapshot, &request(&needs, Some(key)), now)
+            .unwrap();
+        assert_ne!(new.slot, home);
+    }
+    fleet.set(home.0, |r| r.state = RankState::Drained);
+    let moved = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap();
+    assert_ne!(moved.slot, home);
+    assert_eq!(moved.reason, RouteReason::Draining);
+}
+
+#[tokio::test(start_paused = true)]
+async fn weights_that_the_home_does_not_serve_go_elsewhere_and_keep_the_pin() {
+    let (mut fleet, router, mut needs) = (Fleet::new(2, 1), router(), needs());
+    let now = Instant::now();
+    let home = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap()
+        .slot;
+    let other = RankSlot(1 - home.0);
+    fleet.set(other.0, |r| r.weights = "2");
+    needs.weights = Some(WeightsConstraint::AtLeast(2));
+    let fresh = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap();
+    assert_eq!((fresh.slot, fresh.reason), (other, RouteReason::Weights));
+    assert_eq!(router.pin(pin(1), now).unwrap().slot, home);
+}
+
+#[tokio::test(start_paused = true)]
+async fn keyless_requests_go_to_the_least_in_flight_and_leave_no_pin() {
+    let (fleet, router, needs) = (Fleet::new(4, 2), router(), needs());
+    let decisions: Vec<_> = (0..64u64)
+        .map(|i| {
+            let request = RouteRequest {
+                request: xxhash_rust::xxh3::xxh3_128(&i.to_le_bytes()),
+                ..request(&needs, None)
+            };
+            router
+                .route(&fleet.snapshot, &request, Instant::now())
+                .unwrap()
+        })
+        .collect();
+    assert_eq!(fleet.in_flight(), [8; 8]);
+    assert!(decisions.iter().all(|d| d.reason == RouteReason::NoKey));
+    assert_eq!(router.pins(), 0);
+    drop(decisions);
+    assert_eq!(fleet.in_flight(), [0; 8]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn random_follows_the_request_id_and_round_robin_goes_round() {
+    let (fleet, router, needs) = (Fleet::new(8, 1), router(), needs());
+    let route = |policy, id: u64| {
+        let request = RouteRequest {
+            policy,
+            request: xxhash_rust::xxh3::xxh3_128(&id.to_le_bytes()),
+            ..request(&needs, Some(id))
+        };
+        router
+            .route(&fleet.snapshot, &request, Instant::now())
+            .unwrap()
+            .slot
+            .0 as usize
+    };
+    let mut counts = [0u32; 8];
+    for id in 0..8000 {
+        let rank = route(RoutingPolicy::Random, id);
+        counts[rank] += 1;
+        assert_eq!(rank, route(RoutingPolicy::Random, id), "repeatable");
+    }
+    assert!(counts.iter().all(|c| (850..1150).contains(c)), "{counts:?}");
+    let round: Vec<_> = (0..8)
+        .map(|id| route(RoutingPolicy::RoundRobin, id))
+        .collect();
+    assert_eq!(HashSet::<usize>::from_iter(round).len(), 8);
+    assert_eq!(router.pins(), 0, "baselines remember nothing");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_idle_trajectory_frees_its_load_and_keeps_its_home() {
+    let (fleet, router, needs) = (Fleet::new(2, 1), router(), needs());
+    let start = Instant::now();
+    let home = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), start)
+        .unwrap()
+        .slot;
+    router.grown(&fleet.snapshot, pin(1), home, 4607, start);
+    let load = &fleet.snapshot.rank(home).unwrap().load;
+    assert_eq!((load.live_pins(), load.live_tokens()), (1, 4607));
+    let later = start + RouterConfig::default().pin_ttl;
+    router.sweep(later);
+    assert_eq!((load.live_pins(), load.live_tokens()), (0, 0));
+    let again = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), later)
+        .unwrap();
+    assert_eq!((again.slot, again.reason), (home, RouteReason::Pinned));
+    assert_eq!((load.live_pins(), load.live_tokens()), (1, 4607));
+    assert!(router.finish(pin(1)));
+    assert!(!router.finish(pin(1)));
+    assert_eq!((load.live_pins(), load.live_tokens()), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_the_cache_should_hold_is_bounded_by_the_prompt_and_the_page() {
+    let (fleet, router, needs) = (Fleet::new(1, 1), router(), needs());
+    let now = Instant::now();
+    let mut turn = |prompt_tokens| {
+        router
+            .route(
+                &fleet.snapshot,
+                &RouteRequest {
+                    prompt_tokens,
+                    ..request(&needs, Some(1))
+                },
+                now,
+            )
+            .unwrap()
+            .expected_cached_tokens
+    };
+    assert_eq!(turn(4096), 0);
+    router.grown(&fleet.snapshot, pin(1), RankSlot(0), 4607, now);
+    assert_eq!(turn(4608), 4607);
+    assert_eq!(turn(9000), 4607);
+    assert_eq!(turn(100), 99);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_larger_load_factor_prefers_the_home_and_infinity_always_takes_it() {
+    let needs = needs();
+    let homes = |fleet: &Fleet, key| {
+        let model = &fleet.snapshot.models["m"];
+        let member = model.ring.home(pin(key).0).unwrap();
+        fleet.snapshot.ranks[model.ranks[member]].slot
+    };
+    for (factor, at_least) in [(1.25, 50), (f64::INFINITY, 100)] {
+        let fleet = Fleet::new(8, 1);
+        let router = Router::new(RouterConfig {
+            load_factor: factor,
+            ..RouterConfig::default()
+        });
+        let mut at_home = 0;
+        for key in 0..100 {
+            let slot = router
+                .route(&fleet.snapshot, &request(&needs, Some(key)), Instant::now())
+                .unwrap()
+                .slot;
+            at_home += u32::from(slot == homes(&fleet, key));
+        }
+        assert!(at_home >= at_least, "{factor}: {at_home} of 100");
+        if factor.is_finite() {
+            let most = fleet.live_pins().into_iter().max().unwrap();
+            assert!(most <= 16, "bounded: {:?}", fleet.live_pins());
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_table_is_bounded() {
+    let (fleet, needs) = (Fleet::new(2, 1), needs());
+    let router = Router::new(RouterConfig {
+        max_pins: 640,
+        ..RouterConfig::default()
+    });
+    for key in 0..10_000 {
+        drop(router.route(&fleet.snapshot, &request(&needs, Some(key)), Instant::now()));
+    }
+    assert!(router.pins() <= 640);
+    assert_eq!(
+        fleet.live_pins().iter().sum::<u64>(),
+        router.pins() as u64,
+        "what was evicted counts no more"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_cannot_serve_is_told_apart_from_who_does_not_now() {
+    let (mut fleet, router, mut needs) = (Fleet::new(1, 1), router(), needs());
+    let now = Instant::now();
+    let route = |fleet: &Fleet, needs: &Needs| {
+        router
+            .route(&fleet.snapshot, &request(needs, None), now)
+            .map(|_| ())
+            .unwrap_err()
+    };
+    fleet.set(0, |r| r.state = RankState::Closed("paused"));
+    assert_eq!(route(&fleet, &needs), NoRoute::NoneOpen);
+    needs.context = 20_000;
+    assert_eq!(
+        route(&fleet, &needs),
+        NoRoute::Lacking(vec![Lack::Context { has: 16_384 }])
+    );
+    needs.model = "other".into();
+    assert_eq!(route(&fleet, &needs), NoRoute::NoModel);
+}
