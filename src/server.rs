@@ -82,6 +82,7 @@ impl Server {
                     SglangConfig::default(),
                 )),
             },
+            running: Arc::default(),
             tasks: TaskTracker::new(),
             closing: CancellationToken::new(),
         };

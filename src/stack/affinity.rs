@@ -356,6 +356,15 @@ where
         loop {
             self.number += 1;
             let base = kept.len();
+            let route = RouteReceipt {
+                target: chosen.rank.target.clone(),
+                served_rank: None,
+                reason: chosen.reason,
+                attempts: self.attempts.clone(),
+                expected_cached_tokens: chosen.expected_cached_tokens,
+            };
+            let generation = &self.resolved.work.generation;
+            generation.attempt(self.index, self.number, &kept, route);
             let attempt = RoutedAttempt {
                 work: self.resolved.work.clone(),
                 sample: self.index,
@@ -613,6 +622,7 @@ where
             .journal
             .commit(self.index, self.number, finished.clone())
             .await?;
+        self.resolved.work.generation.sample_done(self.index);
         Ok((finished, kept))
     }
 }

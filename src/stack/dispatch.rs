@@ -201,6 +201,7 @@ impl Run {
                     {
                         break Failure::BadReply(wrong);
                     }
+                    attempt.work.generation.push(attempt.sample, &chunk);
                     tokens.push(chunk, attempt.started);
                 }
                 Some(Ok(EngineEvent::Finished(finish))) => {

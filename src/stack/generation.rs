@@ -21,8 +21,10 @@ use std::{
 use tokio::{sync::watch, time::Instant};
 use tokio_util::sync::CancellationToken;
 
+use super::{follow::Progress, partial::Partial};
 use crate::{
-    call::Completion,
+    call::{Completion, RouteReceipt},
+    engine::TokenChunk,
     error::{Error, Reason},
     store::Fingerprint,
 };
@@ -47,8 +49,11 @@ pub struct Generation {
     /// What was asked for, where there is a key.
     pub fingerprint: Option<Fingerprint>,
     inner: Mutex<Inner>,
-    /// Counts changes of `inner`.
+    /// Counts changes of the phase and of the followers.
     changed: watch::Sender<u64>,
+    /// Counts changes of the samples. Apart from `changed`, so that a caller who
+    /// waits for the end is not woken by every token.
+    progressed: watch::Sender<u64>,
     /// Tells attempts to stop at their engines.
     stop: CancellationToken,
     max_followers: usize,
@@ -58,6 +63,7 @@ pub struct Generation {
 struct Inner {
     phase: Phase,
     followers: usize,
+    samples: Vec<Progress>,
 }
 
 #[derive(Debug)]
@@ -78,14 +84,20 @@ pub enum CannotFollow {
 
 impl Generation {
     /// A new one with its first follower.
-    pub fn begin(fingerprint: Option<Fingerprint>, max_followers: usize) -> (Arc<Self>, Ticket) {
+    pub fn begin(
+        fingerprint: Option<Fingerprint>,
+        samples: u32,
+        max_followers: usize,
+    ) -> (Arc<Self>, Ticket) {
         let generation = Arc::new(Self {
             fingerprint,
             inner: Mutex::new(Inner {
                 phase: Phase::Running,
                 followers: 1,
+                samples: vec![Progress::default(); samples as usize],
             }),
             changed: watch::channel(0).0,
+            progressed: watch::channel(0).0,
             stop: CancellationToken::new(),
             max_followers,
         });
@@ -167,6 +179,53 @@ impl Generation {
         true
     }
 
+    /// An attempt of a sample begins, from `kept` tokens of those before.
+    pub fn attempt(&self, sample: u32, number: u32, kept: &Partial, route: RouteReceipt) {
+        self.with_sample(sample, |progress| progress.attempt(number, kept, route));
+    }
+
+    /// The sample's attempt got more tokens.
+    pub fn push(&self, sample: u32, chunk: &TokenChunk) {
+        self.with_sample(sample, |progress| progress.push(chunk));
+    }
+
+    /// The sample is finished, on disk too.
+    pub fn sample_done(&self, sample: u32) {
+        self.with_sample(sample, Progress::done);
+    }
+
+    /// Samples that are finished, and samples in all.
+    pub fn count(&self) -> (u32, u32) {
+        let inner = self.lock();
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let done = inner.samples.iter().filter(|p| p.is_done()).count();
+        (count(done), count(inner.samples.len()))
+    }
+
+    /// Attempts that run now.
+    pub fn attempts_running(&self) -> u32 {
+        let inner = self.lock();
+        let running = inner.samples.iter().filter(|p| p.is_running()).count();
+        u32::try_from(running).unwrap_or(u32::MAX)
+    }
+
+    /// Reads the samples; not to be held long.
+    pub(super) fn read<T>(&self, read: impl FnOnce(&[Progress], Option<&Outcome>) -> T) -> T {
+        let inner = self.lock();
+        let outcome = match &inner.phase {
+            Phase::Ended(outcome) => Some(outcome),
+            Phase::Running | Phase::Stopping(_) => None,
+        };
+        read(&inner.samples, outcome)
+    }
+
+    fn with_sample(&self, sample: u32, change: impl FnOnce(&mut Progress)) {
+        if let Some(progress) = self.lock().samples.get_mut(sample as usize) {
+            change(progress);
+        }
+        self.progressed.send_modify(|count| *count += 1);
+    }
+
     /// Ends it. Only the first end counts.
     pub fn end(&self, outcome: Outcome) {
         let mut inner = self.lock();
@@ -175,6 +234,7 @@ impl Generation {
         }
         drop(inner);
         self.notify();
+        self.progressed.send_modify(|count| *count += 1);
     }
 
     /// Waits for its end.
@@ -249,6 +309,21 @@ impl Ticket {
     }
 }
 
+impl Ticket {
+    /// Wakes at every new token and at the end.
+    pub(super) fn progress(&self) -> watch::Receiver<u64> {
+        self.generation.progressed.subscribe()
+    }
+
+    pub(super) fn generation(&self) -> &Generation {
+        &self.generation
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+}
+
 impl Drop for Ticket {
     fn drop(&mut self) {
         self.generation.leave();
@@ -265,7 +340,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn all_followers_see_one_end_each_on_its_own_deadline() {
-        let (generation, first) = Generation::begin(None, 8);
+        let (generation, first) = Generation::begin(None, 1, 8);
         let second = generation.follow().unwrap();
         let third = generation
             .follow()
@@ -284,7 +359,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn it_is_stopped_when_nobody_followed_it_for_the_grace() {
-        let (generation, ticket) = Generation::begin(None, 8);
+        let (generation, ticket) = Generation::begin(None, 1, 8);
         let watched = generation.clone();
         let start = Instant::now();
         let stopper =
@@ -303,7 +378,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn without_grace_it_is_stopped_at_once() {
-        let (generation, ticket) = Generation::begin(None, 8);
+        let (generation, ticket) = Generation::begin(None, 1, 8);
         let start = Instant::now();
         drop(ticket);
         generation.abandon_after(Duration::ZERO).await;
@@ -313,7 +388,7 @@ mod tests {
 
     #[tokio::test]
     async fn followers_are_bounded() {
-        let (generation, _first) = Generation::begin(None, 2);
+        let (generation, _first) = Generation::begin(None, 1, 2);
         let _second = generation.follow().unwrap();
         assert_eq!(generation.follow().unwrap_err(), CannotFollow::TooMany);
     }

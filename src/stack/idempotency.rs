@@ -7,8 +7,7 @@
 //! caller's [`Ticket`].
 
 use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -19,13 +18,14 @@ use tower::Service;
 
 use super::{
     Parts, StackConfig, fingerprint,
-    generation::{CannotFollow, Finished, Generation, Outcome, Ticket},
+    generation::{Finished, Generation, Outcome, Ticket},
     journal::{Journal, from_scratch},
+    running::{Entered, Running},
     validate::ValidCall,
 };
 use crate::{
     error::{Error, Reason},
-    store::{Claim, ClaimRequest, Claimed, FinishedSample, KeyHash, OwnerId, Store},
+    store::{Claim, ClaimRequest, Claimed, Fingerprint, FinishedSample, KeyHash, OwnerId, Store},
 };
 
 /// A generation to be done: what the layers below work on.
@@ -62,7 +62,7 @@ struct Shared {
     owner: OwnerId,
     grace: Duration,
     max_followers: usize,
-    running: Mutex<HashMap<KeyHash, Arc<Generation>>>,
+    running: Arc<Running>,
     tasks: TaskTracker,
     closing: CancellationToken,
 }
@@ -77,7 +77,7 @@ impl<S> Idempotency<S> {
                 owner: parts.owner,
                 grace: config.grace,
                 max_followers: config.max_followers,
-                running: Mutex::default(),
+                running: Arc::clone(&parts.running),
                 tasks: parts.tasks.clone(),
                 closing: parts.closing.clone(),
             }),
@@ -112,7 +112,8 @@ impl Shared {
         S::Future: Send + 'static,
     {
         let Some(key) = &call.call().idempotency_key else {
-            let (generation, ticket) = Generation::begin(None, self.max_followers);
+            let (generation, ticket) =
+                Generation::begin(None, call.params().num_samples, self.max_followers);
             let run = Run {
                 shared: self,
                 key: None,
@@ -125,47 +126,37 @@ impl Shared {
         let key = KeyHash::of(&call.call().tenant, key);
         let fingerprint = fingerprint::of(call.params());
         loop {
-            let ending = {
-                let mut running = self.running();
-                match running.get(&key) {
-                    None => {
-                        let (generation, ticket) =
-                            Generation::begin(Some(fingerprint), self.max_followers);
-                        running.insert(key, Arc::clone(&generation));
-                        drop(running);
-                        let run = Run {
-                            shared: Arc::clone(&self),
-                            key: Some(key),
-                            generation,
-                        };
-                        self.tasks.spawn(run.with_key(inner, call, key));
-                        return Ok(ticket);
-                    }
-                    Some(generation) if generation.fingerprint != Some(fingerprint) => {
-                        return Err(reused());
-                    }
-                    Some(generation) => match generation.follow() {
-                        Ok(ticket) => return Ok(ticket),
-                        Err(CannotFollow::TooMany) => {
-                            return Err(Error::new(
-                                Reason::TooManyWaiters,
-                                format!(
-                                    "{} callers wait for this idempotency key already",
-                                    self.max_followers
-                                ),
-                            ));
-                        }
-                        Err(CannotFollow::Stopping) => Arc::clone(generation),
-                    },
+            match self.running.enter(
+                key,
+                fingerprint,
+                call.params().num_samples,
+                self.max_followers,
+            ) {
+                Entered::Begun(generation, ticket) => {
+                    let run = Run {
+                        shared: Arc::clone(&self),
+                        key: Some(key),
+                        generation,
+                    };
+                    self.tasks
+                        .spawn(run.with_key(inner, call, key, fingerprint));
+                    return Ok(ticket);
                 }
-            };
-            // Never beside it: after it.
-            let _ = ending.ended().await;
+                Entered::Joined(ticket) => return Ok(ticket),
+                Entered::TooMany => {
+                    return Err(Error::new(
+                        Reason::TooManyWaiters,
+                        format!(
+                            "{} callers wait for this idempotency key already",
+                            self.max_followers
+                        ),
+                    ));
+                }
+                Entered::Mismatch => return Err(reused()),
+                // Never beside it: after it.
+                Entered::Stopping(ending) => drop(ending.ended().await),
+            }
         }
-    }
-
-    fn running(&self) -> MutexGuard<'_, HashMap<KeyHash, Arc<Generation>>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -199,14 +190,14 @@ impl Run {
         self.end(outcome);
     }
 
-    async fn with_key<S>(self, inner: S, call: ValidCall, key: KeyHash)
+    async fn with_key<S>(self, inner: S, call: ValidCall, key: KeyHash, fingerprint: Fingerprint)
     where
         S: Service<Work, Response = Samples, Error = Error>,
     {
         let request = ClaimRequest {
             key,
             tenant: call.call().tenant.clone(),
-            fingerprint: fingerprint::of(call.params()),
+            fingerprint,
             num_samples: call.params().num_samples,
             owner: self.shared.owner,
         };
@@ -259,14 +250,7 @@ impl Run {
     fn end(&self, outcome: Outcome) {
         // The key first: who is woken by the end may begin anew at once.
         if let Some(key) = &self.key {
-            let mut running = self.shared.running();
-            // By now it may be another generation's.
-            if running
-                .get(key)
-                .is_some_and(|g| Arc::ptr_eq(g, &self.generation))
-            {
-                running.remove(key);
-            }
+            self.shared.running.leave(key, &self.generation);
         }
         self.generation.end(outcome);
     }
@@ -284,6 +268,9 @@ impl Run {
         S: Service<Work, Response = Samples, Error = Error>,
     {
         let started_at = start.started_at;
+        for (sample, _) in &start.finished {
+            self.generation.sample_done(*sample);
+        }
         let work = Work {
             call: Arc::new(call),
             generation: Arc::clone(&self.generation),

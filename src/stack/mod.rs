@@ -17,11 +17,13 @@ pub mod affinity;
 pub mod deadline;
 pub mod dispatch;
 pub mod fingerprint;
+pub mod follow;
 pub mod generation;
 pub mod idempotency;
 pub mod journal;
 pub mod partial;
 pub mod resolve;
+pub mod running;
 #[cfg(test)]
 mod testing;
 pub mod validate;
@@ -54,6 +56,8 @@ pub struct Parts {
     pub router: Arc<Router>,
     /// How they are spoken to.
     pub engines: Engines,
+    /// The generations that run under a key.
+    pub running: Arc<running::Running>,
     /// The tasks of running generations.
     pub tasks: TaskTracker,
     /// Cancelled when the process is about to end: generations stop.

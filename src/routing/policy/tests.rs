@@ -486,7 +486,7 @@ async fn an_idle_trajectory_frees_its_load_and_keeps_its_home() {
 async fn what_the_cache_should_hold_is_bounded_by_the_prompt_and_the_page() {
     let (fleet, router, needs) = (Fleet::new(1, 1), router(), needs());
     let now = Instant::now();
-    let mut turn = |prompt_tokens| {
+    let turn = |prompt_tokens| {
         router
             .route(
                 &fleet.snapshot,
