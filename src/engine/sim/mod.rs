@@ -1,1 +1,6 @@
-//! To be filled.
+//! A simulated engine.
+
+pub mod radix;
+pub mod scheduler;
+pub mod timing;
+pub mod tokens;
