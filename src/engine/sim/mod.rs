@@ -1,6 +1,34 @@
-//! A simulated engine.
+//! A simulated engine that speaks SGLang's HTTP and behaves as the recordings
+//! of the real one show, the unkind parts included.
+//!
+//! - [`scheduler`]: one rank, pure: queue, batch, radix cache, time.
+//! - [`timing`]: what a step costs, and where the numbers come from.
+//! - [`tokens`]: what is generated, as a function that tests can call.
+//! - [`SimEngine`]: the server, in process on the caller's runtime.
+//!
+//! It differs from the real one where a real one differs from itself (which
+//! tokens come, exact times) and in this: `sampling_seed` is honoured, and
+//! `/server_info` and `/model_info` carry the keys that clients ask for, not
+//! all 600.
 
+mod config;
+mod control;
+mod driver;
+mod engine;
+mod faults;
+mod generate;
+mod history;
+mod info;
 pub mod radix;
+mod reply;
+mod request;
 pub mod scheduler;
+mod server;
 pub mod timing;
 pub mod tokens;
+
+pub use config::{Profile, SimConfig};
+pub use engine::{End, PauseMode};
+pub use faults::{Cut, CutWhen, DropStream, Faults, Hang, Times};
+pub use history::{Counters, How, Record};
+pub use server::{SimEngine, SimHandle};

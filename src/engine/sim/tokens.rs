@@ -41,6 +41,11 @@ impl Rolling {
         self.0 = mix(self.0 ^ salted);
     }
 
+    /// The hash.
+    pub fn value(self) -> u64 {
+        self.0
+    }
+
     /// The token that follows, below `vocab`. The end of sequence comes only
     /// where `eos` is given: without it, its id is never emitted at all.
     pub fn next(self, seed: u64, vocab: u32, eos: Option<Eos>, eos_id: u32) -> u32 {

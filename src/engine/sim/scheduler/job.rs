@@ -165,7 +165,7 @@ pub struct Load {
     pub waiting: usize,
     /// Of those, the ones that ran before and lost their place.
     pub retracted: usize,
-    /// Prompt tokens of waiting requests that are not cached.
+    /// Tokens of waiting requests that were not cached when they were queued.
     pub waiting_uncached: usize,
     /// Tokens of waiting requests.
     pub waiting_tokens: usize,

@@ -51,6 +51,8 @@ struct Request {
     retractions: u32,
     spans: Vec<Span>,
     abort: bool,
+    /// Tokens that were not cached when it was queued.
+    uncached: usize,
 }
 
 impl Request {
@@ -158,6 +160,7 @@ impl Rank {
             retractions: 0,
             spans: Vec::new(),
             abort: false,
+            uncached: 0,
         });
         events
     }
@@ -215,17 +218,13 @@ impl Rank {
         self.waiting.is_empty()
     }
 
-    /// What it holds and does now. Costs a look at every waiting prompt.
+    /// What it holds and does now.
     pub fn load(&self) -> Load {
-        let uncached = |r: &Request| {
-            let held = self.cache.peek(&r.job.namespace, &r.tokens[..limit(r)]);
-            r.tokens.len() - held
-        };
         Load {
             running: self.running.len() + usize::from(self.chunked.is_some()),
             waiting: self.waiting.len(),
             retracted: self.waiting.iter().filter(|r| r.retractions > 0).count(),
-            waiting_uncached: self.waiting.iter().map(uncached).sum(),
+            waiting_uncached: self.waiting.iter().map(|r| r.uncached).sum(),
             waiting_tokens: self.waiting.iter().map(|r| r.tokens.len()).sum(),
             used: self.cache.protected() + self.private,
             cache_hit_rate: if self.is_idle() { 0.0 } else { self.hit_rate },
@@ -242,7 +241,12 @@ impl Rank {
         self.cache.peek(namespace, &prompt[..limit])
     }
 
-    fn enqueue(&mut self, request: Request) {
+    fn enqueue(&mut self, mut request: Request) {
+        // As of now, so that a look at the load costs little.
+        let held = self
+            .cache
+            .peek(&request.job.namespace, &request.tokens[..limit(&request)]);
+        request.uncached = request.tokens.len() - held;
         let at = if self.config.priorities {
             self.waiting
                 .iter()

@@ -1,0 +1,610 @@
+//! `/generate`: from a request's bytes to its reply.
+//!
+//! What the real front does and this one with it: a plain request goes on when
+//! its client has gone, until a look every 4 s finds that; a stream is dropped
+//! with its connection. While generation is paused everything that passed the
+//! first checks waits here, known by its id, unknown to any rank.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    Extension,
+    body::{Body, Bytes},
+    extract::State,
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use futures_util::stream;
+use serde_json::json;
+use tokio::{
+    sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+    time::Instant,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    driver::{Selector, Submission, Waiter},
+    engine::{Call, DISCONNECT_POLL, Engine, Live},
+    faults::{CutWhen, Faults},
+    history::{How, Record, RecordId},
+    reply::{Said, Sequence, Style},
+    request::{Fault, Parsed, parse},
+    scheduler::{Event, Job, JobId},
+    server::Connection,
+    tokens::Rolling,
+};
+
+pub(super) async fn generate(
+    State(engine): State<Arc<Engine>>,
+    Extension(connection): Extension<Connection>,
+    body: Bytes,
+) -> Response {
+    let arrived = Instant::now();
+    let call = engine.call();
+    engine.history.lock().counters.received += 1;
+    let struck = strike(&engine);
+    match struck {
+        Struck::Hang => return std::future::pending().await,
+        Struck::Cut => return connection.cut(&engine).await,
+        Struck::Unavailable => return plain_error(503, "The server is unavailable."),
+        _ => {}
+    }
+    let closed = CancellationToken::new();
+    let gone = closed.clone().drop_guard();
+    let serving = serve(Arc::clone(&engine), body, arrived, struck, closed, call);
+    // On a task of its own: it outlives the client.
+    let task = engine.tasks.spawn({
+        let root = engine.root.clone();
+        async move { root.run_until_cancelled(serving).await }
+    });
+    match task.await {
+        Ok(Some(Answer::Reply(response))) => {
+            gone.disarm();
+            response
+        }
+        Ok(Some(Answer::Cut)) => connection.cut(&engine).await,
+        // The engine is dead: so is this connection, in a moment.
+        _ => std::future::pending().await,
+    }
+}
+
+/// What a fault does to this call.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Struck {
+    No,
+    Hang,
+    Cut,
+    CutWhenDone,
+    Unavailable,
+    QueueFull,
+    Drop(u32),
+}
+
+fn strike(engine: &Engine) -> Struck {
+    let mut faults = engine.faults.lock();
+    if faults.hang.is_some() {
+        return Struck::Hang;
+    }
+    if let Some(cut) = faults.cut {
+        let mut times = Some(cut.times);
+        Faults::strike(&mut times);
+        faults.cut = times.map(|times| super::faults::Cut { times, ..cut });
+        return match cut.when {
+            CutWhen::AtOnce => Struck::Cut,
+            CutWhen::WhenDone => Struck::CutWhenDone,
+        };
+    }
+    if Faults::strike(&mut faults.unavailable) {
+        return Struck::Unavailable;
+    }
+    if Faults::strike(&mut faults.queue_full) {
+        return Struck::QueueFull;
+    }
+    if let Some(drop) = faults.drop_stream {
+        // Counted only once it is known that the request is a stream.
+        return Struck::Drop(drop.after_tokens);
+    }
+    Struck::No
+}
+
+enum Answer {
+    Reply(Response),
+    Cut,
+}
+
+async fn serve(
+    engine: Arc<Engine>,
+    body: Bytes,
+    arrived: Instant,
+    struck: Struck,
+    closed: CancellationToken,
+    call: Call,
+) -> Answer {
+    if !engine.config.parse_delay.is_zero() {
+        tokio::time::sleep(engine.config.parse_delay).await;
+    }
+    let parsed = match parse(&body) {
+        Ok(parsed) => parsed,
+        Err(fault) => {
+            engine.history.lock().counters.refused += 1;
+            return Answer::Reply(refuse(&fault));
+        }
+    };
+    drop(body);
+    if parsed.stream {
+        if struck == Struck::CutWhenDone {
+            return Answer::Cut;
+        }
+        let struck = match struck {
+            Struck::Drop(_) => drop_now(&engine),
+            other => other,
+        };
+        return Answer::Reply(streamed(engine, parsed, arrived, struck, call));
+    }
+    let answer = plain(&engine, parsed, arrived, struck, closed).await;
+    match struck {
+        Struck::CutWhenDone => Answer::Cut,
+        _ => Answer::Reply(answer),
+    }
+}
+
+/// Counts a stream that is dropped.
+fn drop_now(engine: &Engine) -> Struck {
+    let mut faults = engine.faults.lock();
+    let Some(drop) = faults.drop_stream else {
+        return Struck::No;
+    };
+    let mut times = Some(drop.times);
+    let strikes = Faults::strike(&mut times);
+    faults.drop_stream = times.map(|times| super::faults::DropStream { times, ..drop });
+    if strikes {
+        Struck::Drop(drop.after_tokens)
+    } else {
+        Struck::No
+    }
+}
+
+pub(super) fn json_reply(status: u16, body: &serde_json::Value) -> Response {
+    let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    (
+        status,
+        [(header::CONTENT_TYPE, "application/json")],
+        body.to_string(),
+    )
+        .into_response()
+}
+
+/// An error of the engine's own making, as the real one words it.
+fn plain_error(status: u16, message: &str) -> Response {
+    json_reply(
+        status,
+        &json!({
+            "object": "error",
+            "message": message,
+            "type": status.to_string(),
+            "param": null,
+            "code": status,
+        }),
+    )
+}
+
+fn refuse(fault: &Fault) -> Response {
+    json_reply(400, &fault.body())
+}
+
+/// One call on its way: dropped before its end, it aborts what it started.
+struct Running {
+    engine: Arc<Engine>,
+    _live: Live,
+    sequences: Vec<Sequence>,
+    records: Vec<RecordId>,
+    jobs: Vec<Option<JobId>>,
+    events: UnboundedReceiver<(usize, Event)>,
+    /// Kept, so that a call that nobody will answer waits.
+    _sender: UnboundedSender<(usize, Event)>,
+    list: bool,
+    left: usize,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        for job in self.jobs.iter().flatten() {
+            self.engine.abort(&Selector::Job(*job));
+        }
+        // A record that a rank has ended is not touched.
+        let mut history = self.engine.history.lock();
+        for (record, job) in self.records.iter().zip(&self.jobs) {
+            if job.is_none() {
+                history.ended(*record, How::Gone, 0, 0);
+            }
+        }
+    }
+}
+
+impl Running {
+    /// The next event as it is told. Unset: all sequences are over.
+    async fn next(&mut self, stream: bool) -> Option<(usize, Said)> {
+        if self.left == 0 {
+            return None;
+        }
+        let (index, event) = self.events.recv().await?;
+        if matches!(event, Event::Done { .. } | Event::Refused { .. }) {
+            self.left -= 1;
+            self.jobs[index] = None;
+        }
+        let version = self.engine.version();
+        let style = Style {
+            clock: &self.engine.clock,
+            version: &version,
+            stream,
+            incremental: self.engine.config.incremental_streaming_output,
+            index: self.list.then_some(index),
+        };
+        let said = self.sequences[index].take(&event, style);
+        Some((index, said))
+    }
+}
+
+/// Everything between parsing and the first event.
+async fn start(
+    engine: &Arc<Engine>,
+    parsed: Parsed,
+    arrived: Instant,
+    queue_full: bool,
+) -> Result<Running, Fault> {
+    let reject = |fault| {
+        engine.history.lock().counters.refused += 1;
+        fault
+    };
+    let config = &engine.config;
+    parsed.check_shape(config.ranks).map_err(reject)?;
+    let n = parsed.n();
+    let count = parsed.prompts.as_ref().map_or(1, Vec::len) * n;
+    let rids: Vec<Arc<str>> = match &parsed.rids {
+        Some(rids) if n == 1 => rids.iter().map(|rid| rid.as_str().into()).collect(),
+        // Ids of several samples are made anew, whatever was given.
+        _ => (0..count).map(|_| fresh_rid()).collect(),
+    };
+    let live = engine.make_live(&rids).map_err(|rid| {
+        reject(Fault::Message(format!(
+            "Duplicate request ID detected: {rid}"
+        )))
+    })?;
+    let asked = parsed.rank.and_then(|rank| u32::try_from(rank).ok());
+    let (sender, events) = unbounded_channel();
+    let list = parsed.list || n > 1;
+    let mut running = Running {
+        engine: Arc::clone(engine),
+        _live: live,
+        sequences: Vec::new(),
+        records: Vec::new(),
+        jobs: vec![None; rids.len()],
+        events,
+        _sender: sender.clone(),
+        list,
+        left: rids.len(),
+    };
+    // An id outside the range of the type is outside the vocabulary too.
+    let prompts: Vec<Vec<u32>> = parsed
+        .prompts
+        .iter()
+        .flatten()
+        .map(|ids| {
+            let id = |&id| u32::try_from(id).unwrap_or(u32::MAX);
+            ids.iter().map(id).collect()
+        })
+        .collect();
+    for (prompt, rids) in prompts.iter().zip(rids.chunks(n)) {
+        let prompt_hash = Rolling::of(prompt).value();
+        let mut history = engine.history.lock();
+        for rid in rids {
+            running.records.push(history.add(Record {
+                rid: Arc::clone(rid),
+                asked_rank: asked,
+                rank: None,
+                prompt_tokens: prompt.len(),
+                prompt_hash,
+                stream: parsed.stream,
+                arrived,
+                parsed: Instant::now(),
+                started: None,
+                ended: None,
+                how: How::Live,
+                tokens: 0,
+                cached: None,
+                retractions: 0,
+            }));
+        }
+    }
+    engine.unpaused().await;
+    if let Err(fault) = parsed.check_values(config) {
+        let mut history = engine.history.lock();
+        for &record in &running.records {
+            history.ended(record, How::Rejected, 0, 0);
+        }
+        return Err(fault);
+    }
+
+    let mut submissions: Vec<Vec<Submission>> = (0..config.ranks).map(|_| Vec::new()).collect();
+    let mut scouts = Vec::new();
+    let stream = parsed.stream;
+    let every = |interval: Option<u32>| {
+        if stream {
+            interval.unwrap_or(config.stream_interval)
+        } else {
+            0
+        }
+    };
+    let namespace: Arc<str> = parsed.namespace.as_str().into();
+    for (at, prompt) in prompts.into_iter().enumerate() {
+        let poison = prompt.iter().any(|&id| id >= config.vocab_size);
+        let sampling = parsed.sampling(at);
+        let room = config.context_length as usize - prompt.len();
+        let start = usize::try_from(parsed.logprob_start).ok();
+        let compute_from = start.filter(|&s| parsed.return_logprob && s < prompt.len());
+        let logprobs = parsed
+            .return_logprob
+            .then(|| (start.unwrap_or(usize::MAX), parsed.top_logprobs.min(128)));
+        let job = Job {
+            id: engine.next_job(),
+            max_new: sampling
+                .max_new
+                .unwrap_or_else(|| u32::try_from(room).unwrap_or(u32::MAX)),
+            seed: sampling.seed,
+            stop_ids: sampling.stop_ids,
+            ignore_eos: sampling.ignore_eos,
+            compute_from,
+            namespace: Arc::clone(&namespace),
+            priority: parsed.priority,
+            notify_every: every(sampling.stream_interval),
+            poison,
+            prompt,
+        };
+        if n > 1 {
+            // Several samples of a prompt find it cached: it is computed first.
+            scouts.push(Job {
+                id: engine.next_job(),
+                max_new: 0,
+                notify_every: 0,
+                compute_from: None,
+                ..job.clone()
+            });
+        }
+        for sample in 0..n {
+            let index = at * n + sample;
+            let rank = engine.choose_rank(asked);
+            let shown = (config.ranks > 1).then_some(rank);
+            let id = if sample == 0 {
+                job.id
+            } else {
+                engine.next_job()
+            };
+            running.sequences.push(Sequence::new(
+                Arc::clone(&rids[index]),
+                &job.prompt,
+                logprobs,
+                config.vocab_size,
+                shown,
+                arrived,
+            ));
+            let record = running.records[index];
+            if let Some(record) = engine.history.lock().get(record) {
+                record.rank = Some(rank);
+            }
+            submissions[rank as usize].push(Submission {
+                job: Job { id, ..job.clone() },
+                waiter: Waiter {
+                    rid: Arc::clone(&rids[index]),
+                    index,
+                    events: sender.clone(),
+                    record: Some(record),
+                },
+            });
+        }
+    }
+    if queue_full {
+        let mut history = engine.history.lock();
+        for (index, &record) in running.records.iter().enumerate() {
+            history.ended(record, How::QueueFull, 0, 0);
+            let _ = sender.send((
+                index,
+                Event::Refused {
+                    job: JobId(u64::MAX),
+                    why: super::scheduler::Refusal::QueueFull,
+                    tokens: Vec::new(),
+                },
+            ));
+        }
+        drop(history);
+        return Ok(running);
+    }
+    for scout in scouts {
+        scouted(engine, scout, asked).await;
+    }
+    for (rank, jobs) in (0..config.ranks).zip(submissions) {
+        if jobs.is_empty() {
+            continue;
+        }
+        let ids: Vec<_> = jobs.iter().map(|s| (s.waiter.index, s.job.id)).collect();
+        if engine.dispatch(rank, jobs) {
+            for (index, id) in ids {
+                running.jobs[index] = Some(id);
+            }
+        }
+    }
+    Ok(running)
+}
+
+/// Runs a job that nobody sees and waits for its end.
+async fn scouted(engine: &Arc<Engine>, job: Job, asked: Option<u32>) {
+    let (sender, mut events) = unbounded_channel();
+    let rank = engine.choose_rank(asked);
+    let submission = Submission {
+        job,
+        waiter: Waiter {
+            rid: fresh_rid(),
+            index: 0,
+            events: sender.clone(),
+            record: None,
+        },
+    };
+    engine.dispatch(rank, vec![submission]);
+    while let Some((_, event)) = events.recv().await {
+        if matches!(event, Event::Done { .. } | Event::Refused { .. }) {
+            return;
+        }
+    }
+}
+
+fn fresh_rid() -> Arc<str> {
+    uuid::Uuid::new_v4().simple().to_string().into()
+}
+
+/// The reply at the end, all at once.
+async fn plain(
+    engine: &Arc<Engine>,
+    parsed: Parsed,
+    arrived: Instant,
+    struck: Struck,
+    closed: CancellationToken,
+) -> Response {
+    let mut running = match start(engine, parsed, arrived, struck == Struck::QueueFull).await {
+        Ok(running) => running,
+        Err(fault) => return refuse(&fault),
+    };
+    let waiting = Instant::now();
+    let gone = noticed(engine, waiting, &closed);
+    tokio::pin!(gone);
+    let mut found_gone = false;
+    let mut replies = vec![Vec::new(); running.sequences.len()];
+    loop {
+        let next = tokio::select! {
+            next = running.next(false) => next,
+            () = &mut gone, if !found_gone => {
+                found_gone = true;
+                engine.history.lock().counters.disconnects += 1;
+                for job in running.jobs.iter().flatten() {
+                    engine.abort(&Selector::Job(*job));
+                }
+                continue;
+            }
+        };
+        match next {
+            None => break,
+            Some((index, Said::Frame { json, last: true })) => replies[index] = json,
+            Some((_, Said::Error(status, message))) => {
+                return plain_error_or_fault(status, message);
+            }
+            Some(_) => {}
+        }
+    }
+    let body = if running.list {
+        let mut body = vec![b'['];
+        for (at, reply) in replies.iter().enumerate() {
+            if at > 0 {
+                body.push(b',');
+            }
+            body.extend_from_slice(reply);
+        }
+        body.push(b']');
+        body
+    } else {
+        replies.pop().unwrap_or_default()
+    };
+    ([(header::CONTENT_TYPE, "application/json")], body).into_response()
+}
+
+fn plain_error_or_fault(status: u16, message: &str) -> Response {
+    if status == 400 {
+        refuse(&Fault::Message(message.into()))
+    } else {
+        plain_error(status, message)
+    }
+}
+
+/// Ends at the first look, one every [`DISCONNECT_POLL`], that finds the
+/// client gone.
+async fn noticed(engine: &Engine, since: Instant, closed: &CancellationToken) {
+    closed.cancelled().await;
+    let poll = engine.config.scaled(DISCONNECT_POLL);
+    if poll.is_zero() {
+        return;
+    }
+    let looks = since.elapsed().as_secs_f64() / poll.as_secs_f64();
+    let next = Duration::try_from_secs_f64(looks.ceil() * poll.as_secs_f64());
+    tokio::time::sleep_until(since + next.unwrap_or(poll)).await;
+}
+
+/// Where a stream stands.
+enum Stage {
+    Start(Box<(Arc<Engine>, Parsed, Instant, Struck)>),
+    Running(Box<Running>, Struck),
+    /// Every sequence is over.
+    Last,
+    Over,
+}
+
+/// Frames as they come. The head is sent at once, whatever comes.
+fn streamed(
+    engine: Arc<Engine>,
+    parsed: Parsed,
+    arrived: Instant,
+    struck: Struck,
+    call: Call,
+) -> Response {
+    let first = Stage::Start(Box::new((engine, parsed, arrived, struck)));
+    let frames = stream::unfold((first, call), |(stage, call)| async move {
+        let (frame, stage) = advance(stage).await?;
+        Some((frame, (stage, call)))
+    });
+    (
+        [(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")],
+        Body::from_stream(frames),
+    )
+        .into_response()
+}
+
+/// A stream ends like a dead engine's: without a word.
+#[derive(Debug, thiserror::Error)]
+#[error("the stream is dropped")]
+struct Dropped;
+
+async fn advance(stage: Stage) -> Option<(Result<Vec<u8>, Dropped>, Stage)> {
+    let (mut running, struck) = match stage {
+        Stage::Over => return None,
+        Stage::Last => return Some((Ok(b"data: [DONE]\n\n".to_vec()), Stage::Over)),
+        Stage::Running(running, struck) => (running, struck),
+        Stage::Start(start_of) => {
+            let (engine, parsed, arrived, struck) = *start_of;
+            let queue_full = struck == Struck::QueueFull;
+            match start(&engine, parsed, arrived, queue_full).await {
+                Ok(running) => (Box::new(running), struck),
+                Err(fault) => {
+                    let frame = sse(fault.frame().to_string().as_bytes());
+                    return Some((Ok(frame), Stage::Last));
+                }
+            }
+        }
+    };
+    loop {
+        match running.next(true).await {
+            None => return Some((Ok(b"data: [DONE]\n\n".to_vec()), Stage::Over)),
+            Some((index, Said::Frame { json, last })) => {
+                if let Struck::Drop(after) = struck
+                    && (last || running.sequences[index].len() > after as usize)
+                {
+                    // What was sent before leaves before the connection breaks.
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                    running.engine.history.lock().counters.cut += 1;
+                    return Some((Err(Dropped), Stage::Over));
+                }
+                return Some((Ok(sse(&json)), Stage::Running(running, struck)));
+            }
+            Some(_) => {}
+        }
+    }
+}
+
+fn sse(json: &[u8]) -> Vec<u8> {
+    [b"data: ", json, b"\n\n"].concat()
+}
