@@ -7,6 +7,7 @@
 
 pub mod life;
 pub mod memory;
+pub mod sled;
 
 use std::{
     fmt,

@@ -1,0 +1,143 @@
+//! What an operator decides about the store on disk.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use super::clock::{Clock, SystemClock};
+
+/// What survives what.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// An answer is given after fdatasync: it survives a power loss.
+    #[default]
+    Fsync,
+    /// An answer is given once the kernel has the data, which is synced every
+    /// [`SledOptions::tick`]: it survives a crash of Berth, but a power loss or
+    /// a crash of the kernel takes up to the last tick with it, without a trace.
+    Relaxed,
+}
+
+/// A point between two steps of the committer. Tests end the process there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Step {
+    /// Requests were taken from the queue.
+    Taken,
+    /// They were decided; nothing is written.
+    Decided,
+    /// sled has the batch in memory.
+    Applied,
+    /// The kernel has it.
+    Flushed,
+    /// The disk has it.
+    Synced,
+    /// The high-water file says so.
+    Marked,
+    /// Callers were told.
+    Told,
+}
+
+impl Step {
+    /// In the order of the committer.
+    pub const ALL: [Self; 7] = [
+        Self::Taken,
+        Self::Decided,
+        Self::Applied,
+        Self::Flushed,
+        Self::Synced,
+        Self::Marked,
+        Self::Told,
+    ];
+}
+
+/// Called at every step.
+pub type Observer = Arc<dyn Fn(Step) + Send + Sync>;
+
+/// See the module.
+#[derive(Clone)]
+pub struct SledOptions {
+    /// What an answer promises.
+    pub durability: Durability,
+    /// Memory for sled's pages, in bytes.
+    pub cache_bytes: u64,
+    /// How long a key is kept after its last change.
+    pub retention: Duration,
+    /// Bytes on disk that one tenant may keep before its new keys are refused.
+    pub tenant_quota: u64,
+    /// Bytes of results that one key may keep; a sample beyond is not stored.
+    pub max_result_bytes: u64,
+    /// Free bytes of the file system below which new keys are refused.
+    pub free_space_floor: u64,
+    /// Keys that may be owned at once.
+    pub max_running: usize,
+    /// Start although something was lost: the loss is declared (a new epoch, a
+    /// count), and what is left is kept.
+    pub accept_loss: bool,
+    /// How often the store looks after itself: expiry, syncs that may be late,
+    /// reopening.
+    pub tick: Duration,
+    /// Its clocks.
+    pub clock: Arc<dyn Clock>,
+    /// For tests that end the process between two steps.
+    #[doc(hidden)]
+    pub observer: Option<Observer>,
+}
+
+impl Default for SledOptions {
+    fn default() -> Self {
+        Self {
+            durability: Durability::Fsync,
+            cache_bytes: 64 << 20,
+            retention: Duration::from_secs(24 * 60 * 60),
+            tenant_quota: 8 << 30,
+            max_result_bytes: 16 << 20,
+            free_space_floor: 512 << 20,
+            max_running: 100_000,
+            accept_loss: false,
+            tick: Duration::from_secs(1),
+            clock: Arc::new(SystemClock::default()),
+            observer: None,
+        }
+    }
+}
+
+impl fmt::Debug for SledOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SledOptions")
+            .field("durability", &self.durability)
+            .field("cache_bytes", &self.cache_bytes)
+            .field("retention", &self.retention)
+            .field("tenant_quota", &self.tenant_quota)
+            .field("max_result_bytes", &self.max_result_bytes)
+            .field("free_space_floor", &self.free_space_floor)
+            .field("max_running", &self.max_running)
+            .field("accept_loss", &self.accept_loss)
+            .field("tick", &self.tick)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The store's own account, for metrics.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoreStats {
+    /// Batches made durable.
+    pub batches: u64,
+    /// Writes in them.
+    pub writes: u64,
+    /// Records that did not decode when the store was opened.
+    pub damaged_records: u64,
+    /// Losses declared since the store was opened.
+    pub losses: u64,
+    /// Times the store was opened again after a failure.
+    pub reopened: u64,
+    /// Keys expired.
+    pub expired: u64,
+    /// Expiry stands still because the wall clock was set.
+    pub expiry_stopped: bool,
+    /// Bytes on disk that tenants are charged for.
+    pub used_bytes: u64,
+    /// Keys owned now.
+    pub running: u64,
+    /// Ranges of sequence numbers out of use: a measure of the store's order.
+    pub gaps: u64,
+    /// Why the store does not work now.
+    pub down: Option<String>,
+}

@@ -1,0 +1,185 @@
+//! What the committer does by itself: late syncs, expiry, and opening again.
+
+use std::sync::PoisonError;
+
+use tokio::time::Instant;
+
+use super::{
+    super::KeyHash,
+    clock::to_ms,
+    committer::{Committer, Gathered},
+    decide::unencodable,
+    fault::{Fault, guarded},
+    frame::Damaged,
+    layout::{self, Class, DueKey, RecordKey},
+    open::put_due,
+    options::Durability,
+    record::Fold,
+    scan::charge,
+};
+
+/// Keys, and bytes of them, that one batch expires at most.
+const EXPIRE_KEYS: usize = 128;
+const EXPIRE_BYTES: u64 = 8 << 20;
+
+/// A key's records as expiry sees them.
+struct Aged {
+    fold: Fold,
+    records: Vec<Vec<u8>>,
+    bytes: u64,
+}
+
+impl Committer {
+    /// Once per tick.
+    pub(super) fn tick_if_due(&mut self, gathered: &mut Gathered) {
+        let now = Instant::now();
+        if now.duration_since(self.last_tick) < self.options.tick {
+            return;
+        }
+        self.last_tick = now;
+        if self.live.is_none() {
+            if !self.given_up {
+                self.rise();
+            }
+            return;
+        }
+        let agree = self.watch.agree(&*self.options.clock);
+        let stopped = !agree;
+        let was = self
+            .shared
+            .stats(|stats| std::mem::replace(&mut stats.expiry_stopped, stopped));
+        if stopped && !was {
+            tracing::error!(
+                "the wall clock was set by more than a minute; nothing expires until the store is \
+                 opened again"
+            );
+        }
+        self.expiring = agree;
+        if let Err(fault) = self.sync_late().and_then(|()| self.move_replicas(gathered)) {
+            self.fall(fault, std::mem::take(gathered));
+        }
+    }
+
+    fn sync_late(&mut self) -> Result<(), Fault> {
+        let Some(live) = &mut self.live else {
+            return Ok(());
+        };
+        if live.unsynced && self.options.durability == Durability::Relaxed {
+            live.log.sync_data()?;
+            live.high_water.advance(live.sequence.next() - 1)?;
+            live.unsynced = false;
+        }
+        live.high_water.sync()?;
+        Ok(())
+    }
+
+    /// Expires some of the keys that are due.
+    pub(super) fn expire(&mut self, gathered: &mut Gathered) -> Result<(), Fault> {
+        if !self.expiring {
+            return Ok(());
+        }
+        let now_ms = to_ms(self.options.clock.wall());
+        let retention_ms = u64::try_from(self.options.retention.as_millis()).unwrap_or(u64::MAX);
+        let due = self.due(now_ms)?;
+        self.expiring = due.len() == EXPIRE_KEYS;
+        let mut bytes = 0;
+        for (key, hash) in due {
+            if bytes > EXPIRE_BYTES {
+                self.expiring = true;
+                break;
+            }
+            gathered.batch.remove(key);
+            gathered.writes += 1;
+            // Somebody works on it: looked at again a retention later.
+            let mut again = now_ms.saturating_add(retention_ms.max(1));
+            if !self.active.contains_key(&hash) {
+                let aged = self.aged(hash)?;
+                bytes += aged.bytes;
+                again = aged.fold.last_ms.saturating_add(retention_ms);
+                if again <= now_ms {
+                    self.remove(aged, gathered);
+                    continue;
+                }
+            }
+            put_due(&mut gathered.batch, DueKey { at_ms: again, hash }).map_err(unencodable)?;
+        }
+        Ok(())
+    }
+
+    fn due(&self, now_ms: u64) -> Result<Vec<(Vec<u8>, KeyHash)>, Fault> {
+        let handle = self
+            .shared
+            .db
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        let Some(db) = handle.as_ref() else {
+            return Ok(Vec::new());
+        };
+        let end = DueKey {
+            at_ms: now_ms,
+            hash: KeyHash([0xff; 32]),
+        };
+        guarded(|| {
+            let mut due = Vec::new();
+            for item in db
+                .range(layout::DUE.to_vec()..=end.encode())
+                .take(EXPIRE_KEYS)
+            {
+                let (key, _) = item?;
+                if let Some(place) = DueKey::decode(&key) {
+                    due.push((key.to_vec(), place.hash));
+                }
+            }
+            Ok(due)
+        })
+    }
+
+    fn aged(&self, hash: KeyHash) -> Result<Aged, Fault> {
+        let handle = self
+            .shared
+            .db
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        let db = handle
+            .as_ref()
+            .ok_or_else(|| Fault::Io("the store is closed".into()))?;
+        guarded(|| {
+            let mut aged = Aged {
+                fold: Fold::default(),
+                records: Vec::new(),
+                bytes: 0,
+            };
+            let mut damaged = false;
+            for item in db.scan_prefix(layout::key_prefix(hash)) {
+                let (key, value) = item?;
+                let event = RecordKey::decode(&key).is_some_and(|p| p.class == Class::Event);
+                if event && !damaged {
+                    // The account counts what folds up to the damage, too.
+                    damaged = aged.fold.add(&key, &value) == Err(Damaged);
+                }
+                aged.bytes += charge(&key, &value);
+                aged.records.push(key.to_vec());
+            }
+            Ok(aged)
+        })
+    }
+
+    fn remove(&mut self, aged: Aged, gathered: &mut Gathered) {
+        for key in aged.records {
+            if let Some(place) = RecordKey::decode(&key) {
+                gathered.retired.push(place.seq);
+            }
+            gathered.batch.remove(key);
+            gathered.writes += 1;
+        }
+        if let (Some(live), Some(record)) = (&mut self.live, aged.fold.record)
+            && let Some(used) = live.used.get_mut(&record.tenant)
+        {
+            *used = used.saturating_sub(aged.bytes);
+            if *used == 0 {
+                live.used.remove(&record.tenant);
+            }
+        }
+        self.shared.stats(|stats| stats.expired += 1);
+    }
+}

@@ -1,0 +1,510 @@
+//! The contract of a store, as one suite that every implementation passes: the
+//! functions in `suite` know only the trait. A new implementation adds a
+//! `Backend` and one line at the end.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    missing_docs,
+    clippy::cast_possible_truncation,
+    reason = "a failed assumption is a failed test"
+)]
+
+#[path = "support/store.rs"]
+#[allow(dead_code, unreachable_pub, reason = "shared with other tests")]
+mod support;
+
+use std::sync::Arc;
+
+use berth::store::{
+    Store,
+    memory::{MemoryOptions, MemoryStore},
+    sled::{SledOptions, SledStore},
+};
+use futures_util::future::BoxFuture;
+
+/// Limits that the suite runs into.
+const MAX_RESULT: u64 = 40_000;
+const QUOTA: u64 = 150_000;
+
+/// One implementation under test.
+trait Backend: Send {
+    /// The store.
+    fn store(&self) -> Arc<dyn Store>;
+    /// Every owner dies; the store is open again afterwards.
+    fn crash(&mut self) -> BoxFuture<'_, ()>;
+}
+
+struct Memory(Arc<MemoryStore>);
+
+impl Memory {
+    fn start() -> Self {
+        Self(Arc::new(MemoryStore::new(MemoryOptions {
+            max_result_bytes: MAX_RESULT,
+            tenant_quota: QUOTA,
+            ..MemoryOptions::default()
+        })))
+    }
+}
+
+impl Backend for Memory {
+    fn store(&self) -> Arc<dyn Store> {
+        Arc::clone(&self.0) as _
+    }
+    fn crash(&mut self) -> BoxFuture<'_, ()> {
+        self.0.lose_owners();
+        Box::pin(async {})
+    }
+}
+
+struct Sled {
+    dir: tempfile::TempDir,
+    store: Arc<SledStore>,
+}
+
+impl Sled {
+    fn options() -> SledOptions {
+        SledOptions {
+            max_result_bytes: MAX_RESULT,
+            tenant_quota: QUOTA,
+            free_space_floor: 0,
+            ..SledOptions::default()
+        }
+    }
+
+    fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Arc::new(SledStore::open(dir.path(), Self::options()).unwrap());
+        Self { dir, store }
+    }
+}
+
+impl Backend for Sled {
+    fn store(&self) -> Arc<dyn Store> {
+        Arc::clone(&self.store) as _
+    }
+    fn crash(&mut self) -> BoxFuture<'_, ()> {
+        // Owners are in memory alone, so closing loses them as a crash does.
+        // Crashes at every step are in `store_crash.rs`.
+        Box::pin(async {
+            self.store.close().await.unwrap();
+            self.store = Arc::new(SledStore::open(self.dir.path(), Self::options()).unwrap());
+        })
+    }
+}
+
+mod suite {
+    use std::{sync::Arc, time::Duration};
+
+    use berth::{
+        error::{Error, Reason},
+        ids::{BootId, IdempotencyKey, ReplicaId, Tenant},
+        store::{Claim, Commit, KeyHash, OwnerId, StoreError, life::Rejection},
+    };
+
+    use super::{Backend, MAX_RESULT, QUOTA, support::*};
+
+    const OTHER: OwnerId = OwnerId(2);
+
+    pub(super) async fn a_key_goes_from_claim_to_replay(backend: &mut dyn Backend) {
+        let store = backend.store();
+        assert!(store.read(key(1)).await.unwrap().is_none());
+        let first = claimed(&*store, request(1, OWNER, 2)).await;
+        assert_eq!(first.last_attempts, [0, 0]);
+        assert!(first.finished.is_empty() && first.orphans.is_empty());
+        for index in [1, 0] {
+            store
+                .dispatch(key(1), OWNER, index, attempt(1))
+                .await
+                .unwrap();
+            let finished = sample(1, index, 1, 50);
+            let commit = store.commit(key(1), OWNER, index, 1, finished).await;
+            assert_eq!(commit, Ok(Commit::Stored));
+        }
+        let replay = done(&*store, request(1, OTHER, 2)).await;
+        let expected = [sample(1, 0, 1, 50).output, sample(1, 1, 1, 50).output];
+        assert_eq!(replay.samples, expected);
+        let Some(Claim::Done(read)) = store.read(key(1)).await.unwrap() else {
+            panic!("not readable");
+        };
+        assert_eq!(read, replay);
+        backend.crash().await;
+        let again = done(&*backend.store(), request(1, OWNER, 2)).await;
+        assert_eq!(again, replay, "a replay is the same after a restart");
+    }
+
+    pub(super) async fn one_owner_at_a_time(backend: &mut dyn Backend) {
+        let store = backend.store();
+        claimed(&*store, request(1, OWNER, 1)).await;
+        for asker in [OWNER, OTHER] {
+            let claim = store.claim(request(1, asker, 1)).await.unwrap();
+            assert!(matches!(claim, Claim::Running { owner } if owner == OWNER));
+        }
+        let refused = store.dispatch(key(1), OTHER, 0, attempt(1)).await;
+        assert_eq!(refused, Err(StoreError::NotOwner));
+        let refused = store.release(key(1), OTHER).await;
+        assert_eq!(refused, Err(StoreError::NotOwner));
+        let refused = store.dispatch(key(2), OWNER, 0, attempt(1)).await;
+        assert_eq!(refused, Err(StoreError::NotOwner), "never claimed");
+        store.release(key(1), OWNER).await.unwrap();
+        claimed(&*store, request(1, OTHER, 1)).await;
+    }
+
+    pub(super) async fn a_hundred_claims_have_one_winner(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let claims = (0..100).map(|n| {
+            let store = Arc::clone(&store);
+            tokio::spawn(async move { store.claim(request(1, OwnerId(n), 1)).await.unwrap() })
+        });
+        let mut won = 0;
+        for claim in claims.collect::<Vec<_>>() {
+            match claim.await.unwrap() {
+                Claim::Claimed(_) => won += 1,
+                Claim::Running { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(won, 1);
+    }
+
+    pub(super) async fn a_key_stands_for_one_request(backend: &mut dyn Backend) {
+        let store = backend.store();
+        claimed(&*store, request(1, OWNER, 2)).await;
+        let mut other = request(1, OTHER, 2);
+        other.fingerprint = fingerprint(9);
+        let more = request(1, OTHER, 3);
+        for wrong in [other.clone(), more] {
+            assert!(matches!(store.claim(wrong).await, Ok(Claim::Mismatch)));
+        }
+        store.dispatch(key(1), OWNER, 0, attempt(1)).await.unwrap();
+        backend.crash().await;
+        let claim = backend.store().claim(other).await;
+        assert!(matches!(claim, Ok(Claim::Mismatch)), "after a crash too");
+    }
+
+    pub(super) async fn tenants_do_not_meet(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let name = IdempotencyKey::new("same");
+        for tenant in ["a", "b"] {
+            let tenant = Tenant::new(tenant);
+            let mut request = request(1, OWNER, 1);
+            request.key = KeyHash::of(&tenant, &name);
+            request.tenant = tenant;
+            claimed(&*store, request).await;
+        }
+    }
+
+    pub(super) async fn attempts_follow_each_other(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let refused = |rejection| Err(StoreError::Refused(rejection));
+        claimed(&*store, request(1, OWNER, 1)).await;
+        let send = |number| store.dispatch(key(1), OWNER, 0, attempt(number));
+        let commit = |number| store.commit(key(1), OWNER, 0, number, sample(1, 0, number, 5));
+        assert_eq!(
+            commit(1).await,
+            refused(Rejection::NeverDispatched).map(|()| Commit::Stored)
+        );
+        let fence = store.fence(key(1), OWNER, 0, 1).await;
+        assert_eq!(fence, refused(Rejection::NeverDispatched));
+        send(2).await.unwrap();
+        assert_eq!(send(3).await, refused(Rejection::NotFenced));
+        store.fence(key(1), OWNER, 0, 2).await.unwrap();
+        store.fence(key(1), OWNER, 0, 2).await.unwrap();
+        assert_eq!(send(2).await, refused(Rejection::NumberDoesNotGrow));
+        assert_eq!(
+            commit(2).await,
+            Ok(Commit::Stale),
+            "a fenced attempt is late"
+        );
+        send(3).await.unwrap();
+        assert_eq!(commit(2).await, Ok(Commit::Stale));
+        assert_eq!(commit(3).await, Ok(Commit::Stored));
+        assert_eq!(commit(3).await, Ok(Commit::Stale), "a reply came twice");
+        let no_sample = store.dispatch(key(1), OWNER, 7, attempt(9)).await;
+        assert_eq!(no_sample, Err(StoreError::NotOwner), "the key is finished");
+        let replay = done(&*store, request(1, OWNER, 1)).await;
+        assert_eq!(replay.samples, [sample(1, 0, 3, 5).output]);
+    }
+
+    pub(super) async fn no_such_sample(backend: &mut dyn Backend) {
+        let store = backend.store();
+        claimed(&*store, request(1, OWNER, 2)).await;
+        let refused = store.dispatch(key(1), OWNER, 2, attempt(1)).await;
+        assert_eq!(refused, Err(StoreError::Refused(Rejection::NoSuchSample)));
+        for count in [0, 5000] {
+            let refused = store.claim(request(2, OWNER, count)).await;
+            assert!(
+                matches!(refused, Err(StoreError::Refused(Rejection::SampleCount))),
+                "{count}"
+            );
+        }
+    }
+
+    pub(super) async fn a_crash_leaves_finished_samples_and_orphans(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let first = claimed(&*store, request(1, OWNER, 4)).await;
+        // 0 finished, 1 dispatched, 2 fenced, 3 only intended.
+        let running = attempt(3);
+        store.dispatch(key(1), OWNER, 0, attempt(1)).await.unwrap();
+        store
+            .dispatch(key(1), OWNER, 1, running.clone())
+            .await
+            .unwrap();
+        store.dispatch(key(1), OWNER, 2, attempt(2)).await.unwrap();
+        store.fence(key(1), OWNER, 2, 2).await.unwrap();
+        let finished = sample(1, 0, 1, 30);
+        store
+            .commit(key(1), OWNER, 0, 1, finished.clone())
+            .await
+            .unwrap();
+        backend.crash().await;
+        let store = backend.store();
+        let late = store.commit(key(1), OWNER, 1, 3, sample(1, 1, 3, 5)).await;
+        assert_eq!(late, Err(StoreError::NotOwner), "the owner is dead");
+        let Some(Claim::Claimed(read)) = store.read(key(1)).await.unwrap() else {
+            panic!("not readable");
+        };
+        let taken = claimed(&*store, request(1, OTHER, 4)).await;
+        for left in [read, taken] {
+            assert_eq!(left.finished, [(0, finished.clone())]);
+            assert_eq!(left.orphans, [(1, running.clone())]);
+            assert_eq!(left.last_attempts, [1, 3, 2, 0]);
+            let age = first.started_at.duration_since(left.started_at);
+            assert!(age.unwrap_or_default() < Duration::from_millis(2));
+        }
+        let refused = store.dispatch(key(1), OTHER, 1, attempt(4)).await;
+        assert_eq!(refused, Err(StoreError::Refused(Rejection::NotFenced)));
+        store.fence(key(1), OTHER, 1, 3).await.unwrap();
+        for (index, number) in [(1, 4), (2, 3), (3, 1)] {
+            store
+                .dispatch(key(1), OTHER, index, attempt(number))
+                .await
+                .unwrap();
+            let finished = sample(1, index, number, 5);
+            store
+                .commit(key(1), OTHER, index, number, finished)
+                .await
+                .unwrap();
+        }
+        let replay = done(&*store, request(1, OWNER, 4)).await;
+        assert_eq!(replay.samples[0], finished.output, "not generated again");
+        assert_eq!(replay.samples[1], sample(1, 1, 4, 5).output);
+    }
+
+    pub(super) async fn intent_dies_with_its_owner(backend: &mut dyn Backend) {
+        claimed(&*backend.store(), request(1, OWNER, 1)).await;
+        backend.crash().await;
+        let store = backend.store();
+        assert!(store.read(key(1)).await.unwrap().is_none());
+        claimed(&*store, request(1, OTHER, 1)).await;
+        store.release(key(1), OTHER).await.unwrap();
+        assert!(store.read(key(1)).await.unwrap().is_none());
+    }
+
+    pub(super) async fn a_release_keeps_what_there_is(backend: &mut dyn Backend) {
+        let store = backend.store();
+        claimed(&*store, request(1, OWNER, 2)).await;
+        store.dispatch(key(1), OWNER, 0, attempt(1)).await.unwrap();
+        store
+            .commit(key(1), OWNER, 0, 1, sample(1, 0, 1, 5))
+            .await
+            .unwrap();
+        store.dispatch(key(1), OWNER, 1, attempt(1)).await.unwrap();
+        store.release(key(1), OWNER).await.unwrap();
+        let late = store.commit(key(1), OWNER, 1, 1, sample(1, 1, 1, 5)).await;
+        assert_eq!(late, Err(StoreError::NotOwner));
+        let next = claimed(&*store, request(1, OTHER, 2)).await;
+        assert_eq!(next.finished.len(), 1);
+        assert_eq!(next.orphans.len(), 1);
+        assert_eq!(next.last_attempts, [1, 1]);
+    }
+
+    pub(super) async fn a_failure_is_kept(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let error = Error::new(Reason::EngineRefused, "the engine says no");
+        claimed(&*store, request(1, OWNER, 2)).await;
+        store.fail(key(1), OWNER, error.clone()).await.unwrap();
+        backend.crash().await;
+        let store = backend.store();
+        match store.claim(request(1, OTHER, 2)).await.unwrap() {
+            Claim::Failed(kept) => assert_eq!(kept, error),
+            other => panic!("{other:?}"),
+        }
+        let late = store.fail(key(1), OWNER, error).await;
+        assert_eq!(late, Err(StoreError::NotOwner));
+    }
+
+    pub(super) async fn a_large_result_is_kept_whole(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let len = MAX_RESULT as usize / 10;
+        assert_eq!(generate(&*store, 1, len).await, Commit::Stored);
+        backend.crash().await;
+        let replay = done(&*backend.store(), request(1, OWNER, 1)).await;
+        assert!(is_result_of(&replay, 1, len));
+    }
+
+    pub(super) async fn a_result_too_large_is_not_kept(backend: &mut dyn Backend) {
+        let store = backend.store();
+        claimed(&*store, request(1, OWNER, 2)).await;
+        store.dispatch(key(1), OWNER, 0, attempt(1)).await.unwrap();
+        store.dispatch(key(1), OWNER, 1, attempt(1)).await.unwrap();
+        let large = sample(1, 0, 1, MAX_RESULT as usize);
+        let stale = store.commit(key(1), OWNER, 0, 1, large.clone());
+        assert_eq!(stale.await, Ok(Commit::TooLarge));
+        let again = store.commit(key(1), OWNER, 0, 1, large);
+        assert_eq!(again.await, Ok(Commit::Stale), "the attempt is over");
+        store
+            .commit(key(1), OWNER, 1, 1, sample(1, 1, 1, 5))
+            .await
+            .unwrap();
+        store.release(key(1), OWNER).await.unwrap();
+        backend.crash().await;
+        let next = claimed(&*backend.store(), request(1, OTHER, 2)).await;
+        assert_eq!(next.finished.len(), 1, "the other sample is kept");
+        assert!(next.orphans.is_empty());
+        assert_eq!(next.last_attempts, [1, 1]);
+    }
+
+    pub(super) async fn a_full_tenant_gets_no_new_keys(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let len = MAX_RESULT as usize / 10;
+        let mut kept = 0;
+        let full = loop {
+            match store.claim(request(kept, OWNER, 1)).await {
+                Ok(_) => {}
+                Err(e) => break e,
+            }
+            store
+                .dispatch(key(kept), OWNER, 0, attempt(1))
+                .await
+                .unwrap();
+            let finished = sample(kept, 0, 1, len);
+            let commit = store.commit(key(kept), OWNER, 0, 1, finished).await;
+            assert_eq!(commit, Ok(Commit::Stored));
+            kept += 1;
+            assert!(kept < QUOTA / 1000, "no quota");
+        };
+        assert!(matches!(full, StoreError::Full(_)), "{full}");
+        assert!(kept > 1);
+        for n in 0..kept {
+            let replay = done(&*store, request(n, OWNER, 1)).await;
+            assert!(is_result_of(&replay, n, len), "{n} was evicted");
+        }
+        let mut other = request(9999, OWNER, 1);
+        other.tenant = Tenant::new("other");
+        claimed(&*store, other).await;
+        backend.crash().await;
+        let still = backend.store().claim(request(kept, OWNER, 1)).await;
+        assert!(matches!(still, Err(StoreError::Full(_))), "after a restart");
+    }
+
+    pub(super) async fn incarnations_only_grow(backend: &mut dyn Backend) {
+        let boot = |n: u32| BootId::new(format!("boot-{n}"));
+        let replica = |name: &str| ReplicaId::new(name);
+        for start in 1u64..=5 {
+            let store = backend.store();
+            for repeated in [false, true] {
+                let boot = boot(start as u32);
+                let grant = store.incarnation(replica("a"), boot).await.unwrap();
+                assert_eq!(grant.incarnation.0, start);
+                assert_eq!(grant.new, !repeated);
+            }
+            if start % 2 == 0 {
+                backend.crash().await;
+            }
+        }
+        let store = backend.store();
+        let other = store.incarnation(replica("b"), boot(1)).await.unwrap();
+        assert_eq!((other.incarnation.0, other.new), (1, true));
+        let earlier = store.incarnation(replica("a"), boot(3)).await.unwrap();
+        assert_eq!((earlier.incarnation.0, earlier.new), (3, false));
+        for start in 6..100 {
+            let grant = store.incarnation(replica("a"), boot(start)).await.unwrap();
+            assert_eq!(grant.incarnation.0, u64::from(start));
+        }
+    }
+
+    pub(super) async fn boots_at_once_get_different_numbers(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let grants = (0..40).map(|n| {
+            let store = Arc::clone(&store);
+            tokio::spawn(async move {
+                let boot = BootId::new(format!("boot-{}", n / 2));
+                store.incarnation(ReplicaId::new("a"), boot).await.unwrap()
+            })
+        });
+        let mut numbers = Vec::new();
+        for grant in grants.collect::<Vec<_>>() {
+            numbers.push(grant.await.unwrap().incarnation.0);
+        }
+        numbers.sort_unstable();
+        // Of 20 boots each twice; a store may forget old ones but never repeat.
+        let distinct: std::collections::BTreeSet<u64> = numbers.iter().copied().collect();
+        assert!(distinct.len() >= 20, "{numbers:?}");
+        assert_eq!(numbers.first(), Some(&1));
+    }
+
+    pub(super) async fn many_generations_at_once(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let work = (0..120u64).map(|n| {
+            let store = Arc::clone(&store);
+            tokio::spawn(async move { generate(&*store, n, 20).await })
+        });
+        for work in work.collect::<Vec<_>>() {
+            assert_eq!(work.await.unwrap(), Commit::Stored);
+        }
+        backend.crash().await;
+        let store = backend.store();
+        for n in 0..120 {
+            let replay = done(&*store, request(n, OWNER, 1)).await;
+            assert!(is_result_of(&replay, n, 20), "{n}");
+        }
+    }
+
+    pub(super) async fn the_epoch_stays(backend: &mut dyn Backend) {
+        let before = backend.store().epoch();
+        assert_ne!(before, 0);
+        backend.crash().await;
+        assert_eq!(backend.store().epoch(), before, "nothing was lost");
+    }
+}
+
+macro_rules! contract {
+    ($backend:ident, $module:ident: $($test:ident)*) => {
+        mod $module {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $test() {
+                    super::suite::$test(&mut super::$backend::start()).await;
+                }
+            )*
+        }
+    };
+}
+
+macro_rules! contracts {
+    ($($backend:ident as $module:ident),*) => {$(
+        contract! { $backend, $module:
+            a_key_goes_from_claim_to_replay
+            one_owner_at_a_time
+            a_hundred_claims_have_one_winner
+            a_key_stands_for_one_request
+            tenants_do_not_meet
+            attempts_follow_each_other
+            no_such_sample
+            a_crash_leaves_finished_samples_and_orphans
+            intent_dies_with_its_owner
+            a_release_keeps_what_there_is
+            a_failure_is_kept
+            a_large_result_is_kept_whole
+            a_result_too_large_is_not_kept
+            a_full_tenant_gets_no_new_keys
+            incarnations_only_grow
+            boots_at_once_get_different_numbers
+            many_generations_at_once
+            the_epoch_stays
+        }
+    )*};
+}
+
+contracts! { Memory as memory, Sled as sled }
