@@ -16,6 +16,7 @@ use crate::{
     fleet::{FleetConfig, lease::LeaseConfig},
     routing::RouterConfig,
     stack::StackConfig,
+    store::sled::{Durability, SledOptions},
 };
 
 /// Every option of `berth serve`, as flags, environment and file give it. All
@@ -34,6 +35,33 @@ pub struct Options {
     /// Folder of the embedded store. [default: berth-data]
     #[arg(long, env = "BERTH_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
+
+    /// What an acknowledged write survives: fsync (power loss) or relaxed (a crash of the
+    /// process; power loss may take the last moments). [default: fsync]
+    #[arg(long, env = "BERTH_DURABILITY", value_name = "KIND")]
+    pub durability: Option<DurabilityChoice>,
+
+    /// How long results are kept for retries. [default: 24h]
+    #[arg(long, env = "BERTH_RETENTION", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub retention: Option<Duration>,
+
+    /// Bytes of one result that are kept; a larger one is delivered only. [default: 16777216]
+    #[arg(long, env = "BERTH_MAX_RESULT_BYTES", value_name = "N")]
+    pub max_result_bytes: Option<u64>,
+
+    /// Bytes on disk that one tenant may keep. [default: 8589934592]
+    #[arg(long, env = "BERTH_TENANT_QUOTA", value_name = "N")]
+    pub tenant_quota: Option<u64>,
+
+    /// Free bytes on the store's disk below which new keys are refused. [default: 536870912]
+    #[arg(long, env = "BERTH_FREE_SPACE_FLOOR", value_name = "N")]
+    pub free_space_floor: Option<u64>,
+
+    /// Start although the store has lost something: the loss is declared, what is left is kept.
+    /// [default: false]
+    #[arg(long, env = "BERTH_ACCEPT_LOSS", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub accept_loss: Option<bool>,
 
     /// How often replicas beat. Suspect after 3 missed beats, dead after 6. [default: 2s]
     #[arg(long, env = "BERTH_HEARTBEAT_INTERVAL", value_name = "TIME", value_parser = time)]
@@ -111,6 +139,17 @@ pub enum LogFormat {
     Json,
 }
 
+/// What an acknowledged write survives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DurabilityChoice {
+    /// Loss of power.
+    #[default]
+    Fsync,
+    /// A crash of the process.
+    Relaxed,
+}
+
 fn time(text: &str) -> Result<Duration, humantime::DurationError> {
     humantime::parse_duration(text)
 }
@@ -130,6 +169,12 @@ impl Options {
             listen: self.listen.or(other.listen),
             admin_listen: self.admin_listen.or(other.admin_listen),
             data_dir: self.data_dir.or(other.data_dir),
+            durability: self.durability.or(other.durability),
+            retention: self.retention.or(other.retention),
+            max_result_bytes: self.max_result_bytes.or(other.max_result_bytes),
+            tenant_quota: self.tenant_quota.or(other.tenant_quota),
+            free_space_floor: self.free_space_floor.or(other.free_space_floor),
+            accept_loss: self.accept_loss.or(other.accept_loss),
             heartbeat_interval: self.heartbeat_interval.or(other.heartbeat_interval),
             allow_unknown_vocabulary: self
                 .allow_unknown_vocabulary
@@ -163,7 +208,7 @@ impl Options {
 }
 
 /// A configuration in which everything is decided and in range.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Config {
     /// gRPC.
     pub listen: SocketAddr,
@@ -171,6 +216,8 @@ pub struct Config {
     pub admin_listen: SocketAddr,
     /// The store's folder; `None` keeps everything in memory (demo and tests).
     pub data_dir: Option<PathBuf>,
+    /// The store.
+    pub store: SledOptions,
     /// Replicas.
     pub fleet: FleetConfig,
     /// Take replicas that do not know their vocabulary size.
@@ -197,6 +244,7 @@ impl Default for Config {
             listen: SocketAddr::from(([127, 0, 0, 1], 7700)),
             admin_listen: SocketAddr::from(([127, 0, 0, 1], 7701)),
             data_dir: Some(PathBuf::from("berth-data")),
+            store: SledOptions::default(),
             fleet: FleetConfig::default(),
             allow_unknown_vocabulary: false,
             router: RouterConfig::default(),
@@ -221,6 +269,22 @@ impl Config {
             listen: options.listen.unwrap_or(default.listen),
             admin_listen: options.admin_listen.unwrap_or(default.admin_listen),
             data_dir: options.data_dir.or(default.data_dir),
+            store: SledOptions {
+                durability: match options.durability.unwrap_or_default() {
+                    DurabilityChoice::Fsync => Durability::Fsync,
+                    DurabilityChoice::Relaxed => Durability::Relaxed,
+                },
+                retention: options.retention.unwrap_or(default.store.retention),
+                max_result_bytes: options
+                    .max_result_bytes
+                    .unwrap_or(default.store.max_result_bytes),
+                tenant_quota: options.tenant_quota.unwrap_or(default.store.tenant_quota),
+                free_space_floor: options
+                    .free_space_floor
+                    .unwrap_or(default.store.free_space_floor),
+                accept_loss: options.accept_loss.unwrap_or(default.store.accept_loss),
+                ..default.store
+            },
             fleet: FleetConfig {
                 lease: LeaseConfig {
                     interval: options
@@ -310,6 +374,7 @@ impl Config {
             ms(1),
             30 * DAY,
         );
+        within("retention", self.store.retention, ms(1000), 365 * DAY);
         within("grace", self.stack.grace, Duration::ZERO, DAY);
         within("drain-timeout", self.drain_timeout, Duration::ZERO, DAY);
         check(

@@ -37,7 +37,7 @@ use crate::{
     },
     routing::Router,
     stack::{self, Engines, Parts, deadline::TakeTimeout},
-    store::{OwnerId, Store, memory::MemoryStore},
+    store::{OwnerId, Store, memory::MemoryStore, sled::SledStore},
 };
 
 /// How often idle pins are looked for.
@@ -137,8 +137,15 @@ impl Server {
 }
 
 async fn open_store(config: &Config) -> anyhow::Result<Arc<dyn Store>> {
-    let _ = config;
-    Ok(Arc::new(MemoryStore::default()))
+    let Some(dir) = config.data_dir.clone() else {
+        return Ok(Arc::new(MemoryStore::default()));
+    };
+    let options = config.store.clone();
+    // Opening reads the disk: not on a thread that serves.
+    let store = tokio::task::spawn_blocking(move || SledStore::open(dir, options))
+        .await
+        .context("opening the store failed")??;
+    Ok(Arc::new(store))
 }
 
 async fn bind(address: SocketAddr, what: &str) -> anyhow::Result<TcpListener> {

@@ -2,9 +2,11 @@
 //! message, an error a status. Nothing is decided here.
 
 pub mod fleet;
+mod lookup;
 mod read;
 mod register;
 pub mod replica;
 pub mod sampling;
 pub mod status;
+mod stream;
 mod write;

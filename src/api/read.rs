@@ -28,7 +28,7 @@ pub(super) fn call(message: proto::SampleRequest, context: Context) -> SampleCal
     let mut malformed = Vec::new();
     let on_abort = on_abort(&message, &mut malformed);
     let on_lost = on_lost(&message, &mut malformed);
-    let packed_output = packed_output(&message, &mut malformed);
+    let packed_output = packed_output(message.output_encoding, &mut malformed);
     let routing_policy = routing_policy(&message, &mut malformed);
     let params = SampleParams {
         affinity_key: message.cache_affinity_key.map(AffinityKey::new),
@@ -167,13 +167,13 @@ fn on_lost(message: &proto::SampleRequest, malformed: &mut Vec<Violation>) -> On
     }
 }
 
-fn packed_output(message: &proto::SampleRequest, malformed: &mut Vec<Violation>) -> bool {
+pub(super) fn packed_output(encoding: i32, malformed: &mut Vec<Violation>) -> bool {
     use proto::OutputEncoding as Wire;
-    match Wire::try_from(message.output_encoding) {
+    match Wire::try_from(encoding) {
         Ok(Wire::Unspecified | Wire::Lists) => false,
         Ok(Wire::Packed) => true,
         Err(_) => {
-            unknown("output_encoding", message.output_encoding, malformed);
+            unknown("output_encoding", encoding, malformed);
             false
         }
     }

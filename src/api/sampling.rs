@@ -1,14 +1,15 @@
 //! `SamplingService`.
 
-use std::{pin::Pin, sync::Arc};
+use std::{sync::Arc, time::Duration};
 
-use futures_util::Stream;
 use tonic::{Request, Response, Status};
 use tower_http::request_id::RequestId;
 use tracing::{Instrument, info, info_span};
 
 use super::{
+    lookup,
     read::{self, Context},
+    stream::{self, EventStream, Form},
     write,
 };
 use crate::{
@@ -16,8 +17,12 @@ use crate::{
     ids::{AffinityKey, Tenant},
     proto::{self, sampling_service_server::SamplingService},
     routing::PinKey,
-    stack::{self, Parts, Stack, deadline::CallerDeadline, generation::Finished},
+    stack::{self, Parts, Stack, deadline::CallerDeadline, follow::Follower, generation::Finished},
 };
+
+/// A stream is silent for at most so long: proxies cut calls that are silent for
+/// longer, the strictest after some 15 s.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 
 /// The service.
 pub struct Sampling {
@@ -52,7 +57,7 @@ fn context<T>(request: &Request<T>) -> Context {
 
 /// The line that tells what became of a request: ids, counts and reasons, never
 /// a prompt, a completion or a key.
-fn log(outcome: &Result<Finished, Error>) {
+pub(super) fn log(outcome: Result<&Finished, &Error>) {
     match outcome {
         Ok(finished) => {
             let samples = &finished.completion.samples;
@@ -73,8 +78,6 @@ fn log(outcome: &Result<Finished, Error>) {
     }
 }
 
-type EventStream = Pin<Box<dyn Stream<Item = Result<proto::SampleStreamResponse, Status>> + Send>>;
-
 #[tonic::async_trait]
 impl SamplingService for Sampling {
     async fn sample(
@@ -88,7 +91,7 @@ impl SamplingService for Sampling {
         let (packed, keyed) = (call.params.packed_output, call.idempotency_key.is_some());
         async {
             let outcome = self.sample(call).await;
-            log(&outcome);
+            log(outcome.as_ref());
             Ok(Response::new(write::response(
                 &outcome?,
                 packed,
@@ -104,23 +107,45 @@ impl SamplingService for Sampling {
 
     async fn sample_stream(
         &self,
-        _request: Request<proto::SampleRequest>,
+        request: Request<proto::SampleRequest>,
     ) -> Result<Response<EventStream>, Status> {
-        Err(not_yet("SampleStream"))
+        let context = context(&request);
+        let request_id = Arc::clone(&context.request_id);
+        let span = info_span!("sample_stream", %request_id);
+        let call = read::call(request.into_inner(), context);
+        let form = Form {
+            packed: call.params.packed_output,
+            keyed: call.idempotency_key.is_some(),
+            request_id,
+        };
+        let opened = stack::open(&self.stack, call).instrument(span).await;
+        let ticket = opened.inspect_err(|error| log(Err(error)))?;
+        let follower = Follower::new(ticket, SIGN_OF_LIFE);
+        Ok(Response::new(stream::events(follower, form)))
     }
 
     async fn get_sample(
         &self,
-        _request: Request<proto::GetSampleRequest>,
+        request: Request<proto::GetSampleRequest>,
     ) -> Result<Response<proto::GetSampleResponse>, Status> {
-        Err(not_yet("GetSample"))
+        let Context {
+            tenant, request_id, ..
+        } = context(&request);
+        let message = request.into_inner();
+        let named = lookup::named(&self.parts, &tenant, message.idempotency_key)?;
+        let response =
+            lookup::get(&self.parts, named, message.output_encoding, &request_id).await?;
+        Ok(Response::new(response))
     }
 
     async fn cancel_sample(
         &self,
-        _request: Request<proto::CancelSampleRequest>,
+        request: Request<proto::CancelSampleRequest>,
     ) -> Result<Response<proto::CancelSampleResponse>, Status> {
-        Err(not_yet("CancelSample"))
+        let tenant = context(&request).tenant;
+        let key = request.into_inner().idempotency_key;
+        let named = lookup::named(&self.parts, &tenant, key)?;
+        Ok(Response::new(lookup::cancel(&self.parts, named).await?))
     }
 
     async fn finish_trajectory(

@@ -122,7 +122,7 @@ fn prompt_logprobs(prompt: &PromptLogprobs) -> proto::PromptLogprobs {
     }
 }
 
-fn route(receipt: &RouteReceipt) -> proto::Route {
+pub(super) fn route(receipt: &RouteReceipt) -> proto::Route {
     proto::Route {
         replica_id: receipt.target.replica.as_str().to_owned(),
         incarnation: receipt.target.incarnation.0,

@@ -237,12 +237,20 @@ impl Generation {
         self.progressed.send_modify(|count| *count += 1);
     }
 
+    /// How it ended, if it has.
+    pub fn outcome(&self) -> Option<Outcome> {
+        match &self.lock().phase {
+            Phase::Ended(outcome) => Some(outcome.clone()),
+            Phase::Running | Phase::Stopping(_) => None,
+        }
+    }
+
     /// Waits for its end.
     pub async fn ended(&self) -> Outcome {
         let mut changed = self.changed.subscribe();
         loop {
-            if let Phase::Ended(outcome) = &self.lock().phase {
-                return outcome.clone();
+            if let Some(outcome) = self.outcome() {
+                return outcome;
             }
             if changed.changed().await.is_err() {
                 return Err(Error::new(Reason::Internal, "the generation vanished"));

@@ -110,6 +110,13 @@ pub fn names(names: &[(&'static str, Option<&str>)]) -> Vec<Violation> {
     faults.0
 }
 
+/// What is wrong with an idempotency key given by itself.
+pub fn idempotency_key_faults(key: &str) -> Vec<Violation> {
+    let mut faults = Faults::default();
+    idempotency_key(&mut faults, "idempotency_key", key);
+    faults.0
+}
+
 /// Collects violations.
 #[derive(Default)]
 struct Faults(Vec<Violation>);
