@@ -357,6 +357,19 @@ impl Fleet {
         }
     }
 
+    /// Whether that start of the replica is known to be over: dead, or followed by
+    /// a newer one. False for what is not known at all.
+    pub fn is_over(&self, target: &Target) -> bool {
+        self.lock()
+            .replicas
+            .get(&target.replica)
+            .is_some_and(|entry| {
+                entry.incarnation > target.incarnation
+                    || (entry.incarnation == target.incarnation
+                        && entry.lease.liveness() == Liveness::Dead)
+            })
+    }
+
     /// All replicas, for people.
     pub fn list(&self) -> Vec<ReplicaStatus> {
         let now = Instant::now();

@@ -23,6 +23,7 @@ use tower::Service;
 use super::{
     Parts, StackConfig,
     dispatch::{AttemptFailed, Failure},
+    fence::Fence,
     idempotency::{Samples, Work},
     journal::Journal,
     partial::Partial,
@@ -39,7 +40,7 @@ use crate::{
         Fleet,
         snapshot::{LoadTicket, RankSlot, RankView, ReplicaView},
     },
-    ids::Target,
+    ids::{EngineRequestId, Target},
     routing::{Lack, NoRoute, PinKey, RouteRequest, Router},
     store::FinishedSample,
 };
@@ -62,6 +63,8 @@ pub struct RoutedAttempt {
     pub sample: u32,
     /// 1 for the sample's first attempt; growing over crashes too.
     pub number: u32,
+    /// Its name at the engine.
+    pub id: EngineRequestId,
     /// The rank.
     pub rank: RoutedRank,
     /// Tokens that it goes on from.
@@ -112,6 +115,7 @@ pub struct Affinity<S> {
     inner: S,
     fleet: Arc<Fleet>,
     router: Arc<Router>,
+    fence: Fence,
     max_attempts: u32,
 }
 
@@ -122,6 +126,11 @@ impl<S> Affinity<S> {
             inner,
             fleet: Arc::clone(&parts.fleet),
             router: Arc::clone(&parts.router),
+            fence: Fence::new(
+                Arc::clone(&parts.fleet),
+                parts.engines.clone(),
+                parts.tasks.clone(),
+            ),
             max_attempts: config.max_attempts,
         }
     }
@@ -350,12 +359,14 @@ where
     }
 
     async fn attempts(&mut self, first: Chosen) -> Result<(FinishedSample, bool), Error> {
+        self.fence_orphans().await?;
         let started = Instant::now();
         let mut chosen = first;
         let mut kept = Partial::default();
         loop {
             self.number += 1;
             let base = kept.len();
+            let id = EngineRequestId::mint();
             let route = RouteReceipt {
                 target: chosen.rank.target.clone(),
                 served_rank: None,
@@ -369,21 +380,28 @@ where
                 work: self.resolved.work.clone(),
                 sample: self.index,
                 number: self.number,
+                id: id.clone(),
                 rank: chosen.rank.clone(),
                 kept,
                 started,
             };
             let next = match self.layer.inner.clone().call(attempt).await {
                 Ok(done) => Next::Accept(Box::new(done)),
-                Err(failed) => self.after(failed, &chosen, base),
+                Err(failed) => {
+                    let fenced = self.fence(&failed.failure, &chosen.rank, &id).await;
+                    let next = self.after(failed, &chosen, base);
+                    // A reason to give up is told before a copy that may live on.
+                    match (next, fenced) {
+                        (Next::Fail(error), _) | (_, Err(error)) => Next::Fail(error),
+                        (next, Ok(())) => next,
+                    }
+                }
             };
             match next {
                 Next::Accept(done) => return self.accept(chosen, *done, base).await,
                 Next::Fail(error) => return Err(error),
                 Next::Again { kept: from, pause } => {
                     kept = from;
-                    let journal = &self.resolved.work.journal;
-                    journal.fence(self.index, self.number).await?;
                     let reason = chosen.reason;
                     let slot = chosen.rank.slot;
                     // Off the count before choosing again.
@@ -393,6 +411,53 @@ where
                 }
             }
         }
+    }
+
+    /// Makes sure that a failed attempt runs nowhere, and writes that down.
+    async fn fence(
+        &self,
+        failure: &Failure,
+        rank: &RoutedRank,
+        id: &EngineRequestId,
+    ) -> Result<(), Error> {
+        match failure {
+            Failure::Lost(_) | Failure::BadReply(_) | Failure::Stopped => {
+                self.layer
+                    .fence
+                    .attempt(&rank.target, &rank.url, id)
+                    .await?;
+            }
+            // Nothing was taken, or the engine itself has ended it.
+            Failure::Refused(_)
+            | Failure::Busy { .. }
+            | Failure::Rejected(_)
+            | Failure::Aborted(_) => {}
+            // Nothing was sent.
+            Failure::Fatal(_) => return Ok(()),
+        }
+        let journal = &self.resolved.work.journal;
+        journal.fence(self.index, self.number).await
+    }
+
+    /// Makes sure that what an earlier run of the control plane had sent for this
+    /// sample runs nowhere.
+    async fn fence_orphans(&self) -> Result<(), Error> {
+        let work = &self.resolved.work;
+        for (sample, orphan) in &work.start.orphans {
+            if *sample != self.index {
+                continue;
+            }
+            let url = Arc::from(orphan.url.as_str());
+            let how = self
+                .layer
+                .fence
+                .attempt(&orphan.target, &url, &orphan.id)
+                .await?;
+            tracing::info!(sample, attempt = orphan.number, target = %orphan.target, ?how,
+                "fenced an attempt of an earlier run");
+            work.journal.fence(self.index, orphan.number).await?;
+        }
+        Ok(())
     }
 
     /// Chooses a rank for another attempt.
@@ -500,6 +565,9 @@ where
                     return Next::Fail(lost(target, "ended the generation again and again", ""));
                 }
                 let end = tokens.len();
+                if let Some(done) = self.complete(&tokens, &finish) {
+                    return Next::Accept(Box::new(done));
+                }
                 let kept = self.keep(tokens, base, end);
                 Next::Again {
                     kept,
@@ -507,6 +575,22 @@ where
                 }
             }
         }
+    }
+
+    /// An engine may end a generation at its very last token: nothing is left to
+    /// go on with.
+    fn complete(&mut self, tokens: &Partial, finish: &Finish) -> Option<AttemptDone> {
+        let most = self.resolved.work.call.params().sampling.max_tokens?;
+        (tokens.len() >= most).then(|| {
+            self.attempts.pop();
+            AttemptDone {
+                tokens: tokens.clone(),
+                finish: Finish {
+                    reason: FinishReason::Length,
+                    ..finish.clone()
+                },
+            }
+        })
     }
 
     /// After an attempt that was lost for good.
@@ -517,7 +601,14 @@ where
             return Next::Fail(error);
         }
         self.last = Some(error);
-        let kept = if self.resolved.work.call.params().on_lost == OnLost::Resume {
+        let params = self.resolved.work.call.params();
+        // With the last token there only the end mark was lost, and with it what
+        // stands in the end mark: such a sample is generated anew.
+        let whole = params
+            .sampling
+            .max_tokens
+            .is_some_and(|m| tokens.len() >= m);
+        let kept = if params.on_lost == OnLost::Resume && !whole {
             let end = tokens.len();
             self.keep(tokens, base, end)
         } else {

@@ -1,8 +1,8 @@
 //! One attempt at one engine: written down, sent, followed to its end, checked.
 //!
 //! What it guarantees: the attempt is in the journal before its first byte
-//! leaves; it ends at the engine, by its id, whenever it ends here without the
-//! engine having said so; a reply that contradicts the request is not believed.
+//! leaves; when it is over here its connection is closed; a reply that
+//! contradicts the request is not believed.
 
 use std::{
     fmt,
@@ -12,7 +12,6 @@ use std::{
 };
 
 use futures_util::{StreamExt, future::BoxFuture};
-use tokio::time::{sleep, timeout};
 use tower::Service;
 
 use super::{
@@ -30,12 +29,6 @@ use crate::{
     ids::EngineRequestId,
     store::AttemptRecord,
 };
-
-/// An engine that does not answer an abort within this is not waited for.
-const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// An abort that overtook its request did nothing: it is sent again after this.
-const ABORT_AGAIN: Duration = Duration::from_millis(250);
 
 /// Frames of a cumulative stream, over a whole generation, at most about this
 /// many: each repeats everything before it.
@@ -160,9 +153,8 @@ struct Run {
 
 impl Run {
     async fn run(self) -> Result<AttemptDone, AttemptFailed> {
-        let id = EngineRequestId::mint();
         let mut tokens = self.attempt.kept.clone();
-        match self.follow(&id, &mut tokens).await {
+        match self.follow(&self.attempt.id, &mut tokens).await {
             Ok(finish) => Ok(AttemptDone { tokens, finish }),
             Err(failure) => Err(AttemptFailed { failure, tokens }),
         }
@@ -218,50 +210,10 @@ impl Run {
                 None => break Failure::Lost("the reply ended without its end".to_owned()),
             }
         };
-        // Closes the connection.
+        // Closes the connection. What may still run there is fenced by who decides
+        // about the next attempt.
         drop(events);
-        self.make_sure_it_ended(&failure, id).await;
         Err(failure)
-    }
-
-    /// What the engine may still be running is told to end.
-    async fn make_sure_it_ended(&self, failure: &Failure, id: &EngineRequestId) {
-        match failure {
-            // Waited for: the key is not free before the engine was told.
-            Failure::Stopped => {
-                self.abort(id).await;
-                sleep(ABORT_AGAIN).await;
-                self.abort(id).await;
-            }
-            // The engine may be gone; the next attempt is not held up by it.
-            Failure::Lost(_) | Failure::BadReply(_) => {
-                let (client, url) = (Arc::clone(&self.client), Arc::clone(&self.attempt.rank.url));
-                let id = id.clone();
-                tokio::spawn(async move {
-                    for pause in [Duration::ZERO, ABORT_AGAIN] {
-                        sleep(pause).await;
-                        let _ = timeout(ABORT_TIMEOUT, client.abort(&url, &id)).await;
-                    }
-                });
-            }
-            Failure::Refused(_)
-            | Failure::Busy { .. }
-            | Failure::Rejected(_)
-            | Failure::Aborted(_)
-            | Failure::Fatal(_) => {}
-        }
-    }
-
-    async fn abort(&self, id: &EngineRequestId) {
-        match timeout(ABORT_TIMEOUT, self.client.abort(&self.attempt.rank.url, id)).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                tracing::warn!(target = %self.attempt.rank.target, %error, "abort failed");
-            }
-            Err(_) => {
-                tracing::warn!(target = %self.attempt.rank.target, "abort was not answered");
-            }
-        }
     }
 
     fn request(&self, id: &EngineRequestId) -> EngineRequest {

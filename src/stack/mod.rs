@@ -16,6 +16,7 @@
 pub mod affinity;
 pub mod deadline;
 pub mod dispatch;
+pub mod fence;
 pub mod fingerprint;
 pub mod follow;
 pub mod generation;

@@ -1,0 +1,145 @@
+//! Never two live copies: before a sample runs again, its old attempt is fenced.
+//!
+//! An attempt is fenced when its engine has answered an abort by its id, or its
+//! port refuses connections, or the fleet knows that its start of the replica is
+//! over. An abort is sent a second time after a moment, because an engine answers
+//! 200 for an id that it has not parsed yet: from the first answer on, a copy
+//! lives for [`ABORT_AGAIN`] at most, well below the second that is promised.
+//!
+//! ```text
+//! abort ──answered──▶ fenced (and again after a moment)
+//!   │ ──refused────▶ fenced
+//!   └──silence──▶ is the start over? ──yes──▶ fenced
+//!                     │ no: pause, abort again, for PATIENCE at most
+//!                     └────────────────────────────────▶ OUTCOME_UNKNOWN
+//! ```
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::task::TaskTracker;
+
+use crate::{
+    engine::{EngineClient, EngineError},
+    error::{Error, Reason},
+    fleet::{Fleet, facts::EngineKind},
+    ids::{EngineRequestId, Target},
+    stack::Engines,
+};
+
+/// An abort that overtook its request did nothing: it is sent again after this.
+pub const ABORT_AGAIN: Duration = Duration::from_millis(250);
+
+/// An engine that does not answer an abort within this is silent.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Between aborts to a silent engine.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// So long a silent engine whose start is not over is waited for. Longer than a
+/// lease: a replica that is gone without a word is dead by then.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// What fences attempts.
+#[derive(Clone)]
+pub struct Fence {
+    fleet: Arc<Fleet>,
+    engines: Engines,
+    tasks: TaskTracker,
+}
+
+/// How an attempt was fenced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fenced {
+    /// The engine answered the abort.
+    Aborted,
+    /// Its port refuses: nothing runs there.
+    Refused,
+    /// That start of the replica is over.
+    Over,
+}
+
+enum Answer {
+    Aborted,
+    Refused,
+    Silent,
+}
+
+impl Fence {
+    /// Over this fleet.
+    pub fn new(fleet: Arc<Fleet>, engines: Engines, tasks: TaskTracker) -> Self {
+        Self {
+            fleet,
+            engines,
+            tasks,
+        }
+    }
+
+    /// Fences the attempt `id` that was sent to `target` at `url`.
+    ///
+    /// # Errors
+    /// OUTCOME_UNKNOWN when the engine stays silent and is not known to be over.
+    pub async fn attempt(
+        &self,
+        target: &Target,
+        url: &Arc<str>,
+        id: &EngineRequestId,
+    ) -> Result<Fenced, Error> {
+        let begun = Instant::now();
+        // Which API it speaks: all of a known replica's starts speak one.
+        let kind = self
+            .fleet
+            .get(&target.replica)
+            .map_or(EngineKind::Sglang, |status| status.facts.engine);
+        let Some(client) = self.engines.client(kind) else {
+            return Err(unknown(target));
+        };
+        loop {
+            if self.fleet.is_over(target) {
+                return Ok(Fenced::Over);
+            }
+            match abort(client, url, id).await {
+                Answer::Aborted => {
+                    self.again(client, url, id);
+                    return Ok(Fenced::Aborted);
+                }
+                Answer::Refused => {
+                    self.fleet.unreachable(target);
+                    return Ok(Fenced::Refused);
+                }
+                Answer::Silent if begun.elapsed() >= PATIENCE => return Err(unknown(target)),
+                Answer::Silent => sleep(PAUSE).await,
+            }
+        }
+    }
+
+    /// Sends the second abort by itself: nobody waits for it.
+    fn again(&self, client: &Arc<dyn EngineClient>, url: &Arc<str>, id: &EngineRequestId) {
+        let (client, url, id) = (Arc::clone(client), Arc::clone(url), id.clone());
+        self.tasks.spawn(async move {
+            sleep(ABORT_AGAIN).await;
+            abort(&client, &url, &id).await;
+        });
+    }
+}
+
+async fn abort(client: &Arc<dyn EngineClient>, url: &str, id: &EngineRequestId) -> Answer {
+    match timeout(ABORT_TIMEOUT, client.abort(url, id)).await {
+        // A refusal by status is an answer as well: the engine is there and does
+        // not know the id.
+        Ok(Ok(()) | Err(EngineError::Rejected(_) | EngineError::BadReply(_))) => Answer::Aborted,
+        Ok(Err(EngineError::Refused(_))) => Answer::Refused,
+        Ok(Err(EngineError::Lost(_) | EngineError::Failed(_) | EngineError::Busy { .. }))
+        | Err(_) => Answer::Silent,
+    }
+}
+
+fn unknown(target: &Target) -> Error {
+    Error::new(
+        Reason::OutcomeUnknown,
+        format!(
+            "an earlier attempt at {target} may still run and cannot be stopped: it does not \
+             answer and is not known to be dead; retry"
+        ),
+    )
+}
