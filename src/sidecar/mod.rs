@@ -1,1 +1,597 @@
-//! To be filled.
+//! The sidecar: beside each engine, it registers its ranks, reports their
+//! health by heartbeat and takes its leave. It guarantees:
+//!
+//! - one start of an engine has one boot id, and an engine that was seen to
+//!   restart gets another before its next beat;
+//! - whatever the engine does, beats go on and say how it is;
+//! - whatever the control plane does (restarts, forgets, is away), the replica
+//!   is registered again by itself;
+//! - every wait is bounded, and a shutdown ends within the drain timeout.
+//!
+//! The states and their transitions stand in [`phase`]. Several sidecars can run
+//! in one process.
+
+pub mod accelerator;
+pub mod config;
+pub mod control;
+pub mod engine;
+pub mod frozen;
+pub mod link;
+pub mod phase;
+mod register;
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::{sync::watch, time::MissedTickBehavior};
+use tokio_util::sync::CancellationToken;
+
+pub use self::config::{AcceleratorConfig, SidecarConfig, Timing};
+use self::{
+    control::{CallError, Control, Grant},
+    engine::{Engine, EngineTrouble, Sighting, Standing},
+    frozen::Pulse,
+    link::Breaks,
+    phase::{Boot, Event, Phase},
+};
+use crate::{
+    engine::sglang::facts::Facts,
+    proto::{
+        DeregisterReplicaRequest, Directive, HeartbeatRequest, RankStatus,
+        ReplicaState as WireState,
+    },
+};
+
+/// Why a sidecar ended by itself.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SidecarError {
+    /// It was told nonsense; all faults.
+    #[error("invalid configuration: {0}")]
+    Config(String),
+    /// Another sidecar registered a newer start under the same replica id.
+    #[error(
+        "a newer start of this replica is registered, but this engine has not restarted: is the \
+         replica id used twice? ({0})"
+    )]
+    Stale(String),
+}
+
+/// Where a sidecar stands, for whoever runs it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Status {
+    /// Its state.
+    pub phase: Phase,
+    /// Of the latest registration.
+    pub incarnation: Option<u64>,
+    /// Of the latest registration.
+    pub boot_id: Option<String>,
+}
+
+/// An engine that answers nothing this often in a row is reported unhealthy;
+/// one that is gone at once.
+const SILENT_LOOKS: u32 = 2;
+/// Registrations under one boot id that may come to nothing in a row: if the
+/// control plane has declared that start dead for good, only another helps.
+const DISOWNED: u32 = 2;
+/// Engines close a connection that is idle for 5 s: with beats further apart a
+/// loss says nothing.
+const KEEPALIVE: Duration = Duration::from_secs(4);
+
+/// One sidecar.
+#[derive(Debug)]
+pub struct Sidecar {
+    config: SidecarConfig,
+    engine: Engine,
+    control: Control,
+    gpus: Vec<accelerator::Gpu>,
+    status: watch::Sender<Status>,
+    /// Only growing, over restarts of the sidecar too: it begins at the time.
+    sequence: u64,
+    known: Option<Known>,
+    grant: Option<Grant>,
+    /// Failures in a row of what the current phase tries.
+    failures: u32,
+    /// The engine should be asked again before the next registration.
+    recheck: bool,
+    /// Registrations in a row after which not one beat was known.
+    unknown: u32,
+    /// An operator asked for a drain.
+    drain: bool,
+    last: Option<Sighting>,
+    silent: u32,
+    stale: Option<String>,
+}
+
+/// The start of the engine that is, or is to be, registered.
+#[derive(Debug)]
+struct Known {
+    facts: Facts,
+    vocab_size: u32,
+    boot_id: String,
+    /// As they were when the facts were read.
+    breaks: Breaks,
+}
+
+/// What reading the facts again has found.
+enum Found {
+    Same,
+    Changed,
+    Restarted,
+    Trouble(EngineTrouble),
+}
+
+impl Sidecar {
+    /// Checks the configuration. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// [`SidecarError::Config`] with every fault.
+    pub fn new(config: SidecarConfig) -> Result<Self, SidecarError> {
+        let mut faults = config.faults();
+        let control = Control::new(&config.control_plane, config.timing.call_timeout)
+            .map_err(|fault| faults.push(fault))
+            .ok();
+        let engine = Engine::new(&config.engine_url, &config.timing).ok();
+        let (Some(control), Some(engine), true) = (control, engine, faults.is_empty()) else {
+            return Err(SidecarError::Config(faults.join("; ")));
+        };
+        let status = Status {
+            phase: Phase::Waiting,
+            incarnation: None,
+            boot_id: None,
+        };
+        Ok(Self {
+            config,
+            engine,
+            control,
+            gpus: Vec::new(),
+            status: watch::Sender::new(status),
+            sequence: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(0)),
+            known: None,
+            grant: None,
+            failures: 0,
+            recheck: false,
+            unknown: 0,
+            drain: false,
+            last: None,
+            silent: 0,
+            stale: None,
+        })
+    }
+
+    /// Follows the sidecar from now on, also after it has begun to run.
+    pub fn status(&self) -> watch::Receiver<Status> {
+        self.status.subscribe()
+    }
+
+    /// Runs until `shutdown` is cancelled and the leave is taken.
+    ///
+    /// # Errors
+    /// [`SidecarError::Stale`].
+    pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), SidecarError> {
+        if self.config.accelerator.ask_driver {
+            self.gpus = tokio::select! {
+                gpus = accelerator::gpus() => gpus,
+                () = shutdown.cancelled() => return Ok(()),
+            };
+        }
+        let mut phase = Phase::Waiting;
+        loop {
+            let event = match phase {
+                Phase::Waiting => self.wait_for_engine(&shutdown).await,
+                Phase::Registering => self.register(&shutdown).await,
+                Phase::Beating => self.beat(&shutdown).await,
+                Phase::Leaving => self.leave().await,
+                Phase::Stopped => {
+                    return self.stale.map_or(Ok(()), |s| Err(SidecarError::Stale(s)));
+                }
+            };
+            let Some((next, boot)) = phase.on(event) else {
+                tracing::error!(?phase, ?event, "an event that this phase cannot have");
+                continue;
+            };
+            if boot == Boot::Renew {
+                self.renew_boot();
+            }
+            if next != phase {
+                tracing::info!(replica = %self.config.replica_id, from = ?phase, to = ?next, because = ?event, "sidecar");
+                self.failures = 0;
+            }
+            phase = next;
+            self.publish(phase);
+        }
+    }
+
+    fn publish(&self, phase: Phase) {
+        self.status.send_replace(Status {
+            phase,
+            incarnation: self.grant.map(|grant| grant.incarnation),
+            boot_id: self.known.as_ref().map(|known| known.boot_id.clone()),
+        });
+    }
+
+    fn renew_boot(&mut self) {
+        if let Some(known) = &mut self.known {
+            known.boot_id =
+                register::boot_id(&self.config.replica_id, &known.facts, Some(&known.boot_id));
+        }
+    }
+
+    /// Polls until the engine is ready and tells its facts.
+    async fn wait_for_engine(&mut self, shutdown: &CancellationToken) -> Event {
+        loop {
+            let told = tokio::select! {
+                told = self.first_facts() => told,
+                () = shutdown.cancelled() => return Event::Shutdown,
+            };
+            match told {
+                Ok(()) => return Event::EngineReady,
+                Err(trouble) => {
+                    if self.failures == 0 {
+                        tracing::info!(engine = %self.config.engine_url, %trouble, "waiting for the engine");
+                    }
+                    if self.pause(self.backoff(), shutdown).await {
+                        return Event::Shutdown;
+                    }
+                    self.failures = self.failures.saturating_add(1);
+                }
+            }
+        }
+    }
+
+    async fn first_facts(&mut self) -> Result<(), EngineTrouble> {
+        self.engine.ready().await?;
+        let facts = self.engine.facts().await?;
+        let vocab_size = engine::vocab_size(&facts, self.config.vocab_size).await;
+        self.known = Some(Known {
+            boot_id: register::boot_id(&self.config.replica_id, &facts, None),
+            vocab_size,
+            breaks: self.engine.breaks(),
+            facts,
+        });
+        Ok(())
+    }
+
+    /// Reads the facts again and keeps them.
+    async fn refresh(&mut self) -> Found {
+        let facts = match self.engine.facts().await {
+            Ok(facts) => facts,
+            Err(trouble) => return Found::Trouble(trouble),
+        };
+        let vocab_size = engine::vocab_size(&facts, self.config.vocab_size).await;
+        let breaks = self.engine.breaks();
+        let telling = self.grant.is_none_or(|grant| grant.interval < KEEPALIVE);
+        let Some(known) = &mut self.known else {
+            return Found::Changed;
+        };
+        let restarted = !known.facts.same_start(&facts)
+            // Nobody listened in between: another process, whatever it says.
+            || breaks.refused > known.breaks.refused
+            // The loss is all there is to go by.
+            || (facts.start.is_none() && telling && breaks.lost > known.breaks.lost);
+        let changed = !known.facts.same_registration(&facts) || known.vocab_size != vocab_size;
+        known.facts = facts;
+        known.vocab_size = vocab_size;
+        known.breaks = breaks;
+        match (restarted, changed) {
+            (true, _) => Found::Restarted,
+            (false, true) => Found::Changed,
+            (false, false) => Found::Same,
+        }
+    }
+
+    /// One attempt, and the wait after one that failed.
+    async fn register(&mut self, shutdown: &CancellationToken) -> Event {
+        if self.recheck {
+            match self.refresh().await {
+                Found::Restarted => {
+                    self.recheck = false;
+                    return Event::EngineRestarted;
+                }
+                // A dead engine is not registered.
+                Found::Trouble(trouble) if trouble.is_gone() => {
+                    return self
+                        .failed(self.backoff(), shutdown, Event::RegisterFailed)
+                        .await;
+                }
+                // Slow or strange: the control plane shall know it, and hear in
+                // the beats that it is unwell.
+                Found::Trouble(_) | Found::Same | Found::Changed => {}
+            }
+        }
+        let Some(known) = &self.known else {
+            return self
+                .failed(self.backoff(), shutdown, Event::RegisterFailed)
+                .await;
+        };
+        let request = register::request(
+            &self.config,
+            &known.facts,
+            known.vocab_size,
+            &known.boot_id,
+            &self.gpus,
+        );
+        self.recheck = true;
+        match self.control.register(request).await {
+            Ok(grant) => {
+                tracing::info!(replica = %self.config.replica_id, incarnation = grant.incarnation, ranks = known.facts.ranks.len(), "registered");
+                self.grant = Some(grant);
+                self.recheck = false;
+                self.last = None;
+                self.silent = 0;
+                Event::Registered
+            }
+            Err(error @ CallError::Refused(_)) => {
+                tracing::error!(replica = %self.config.replica_id, %error, "the registration is refused; it is tried again in {:?}", self.config.timing.refused_wait);
+                let wait = self.config.timing.refused_wait;
+                self.failed(wait, shutdown, Event::RegisterRefused).await
+            }
+            Err(error) => {
+                if self.failures == 0 {
+                    tracing::warn!(control_plane = %self.config.control_plane, %error, "cannot register yet");
+                }
+                self.failed(self.backoff(), shutdown, Event::RegisterFailed)
+                    .await
+            }
+        }
+    }
+
+    async fn failed(
+        &mut self,
+        wait: Duration,
+        shutdown: &CancellationToken,
+        event: Event,
+    ) -> Event {
+        self.failures = self.failures.saturating_add(1);
+        if self.pause(wait, shutdown).await {
+            return Event::Shutdown;
+        }
+        event
+    }
+
+    /// Beats at the interval that was told, on an absolute schedule: a late
+    /// beat is left out, not made up for.
+    async fn beat(&mut self, shutdown: &CancellationToken) -> Event {
+        let Some(grant) = self.grant else {
+            return Event::Unknown;
+        };
+        let mut ticks = tokio::time::interval(grant.interval);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        loop {
+            tokio::select! {
+                biased;
+                () = shutdown.cancelled() => return Event::Shutdown,
+                _ = ticks.tick() => {}
+            }
+            let state = match self.look().await {
+                Ok(state) => state,
+                Err(event) => return event,
+            };
+            let beat = self.heartbeat(grant.incarnation, state);
+            match self.control.heartbeat(beat).await {
+                Ok(directive) => {
+                    self.failures = 0;
+                    self.unknown = 0;
+                    self.drain = directive == Directive::Drain;
+                    if directive == Directive::Reregister {
+                        return self.again(Event::ReregisterAsked, &grant, shutdown).await;
+                    }
+                }
+                Err(CallError::Unknown(_)) => {
+                    self.unknown += 1;
+                    let event = if self.unknown > DISOWNED {
+                        self.unknown = 0;
+                        Event::Disowned
+                    } else {
+                        Event::Unknown
+                    };
+                    return self.again(event, &grant, shutdown).await;
+                }
+                Err(CallError::Stale(said)) => {
+                    if let Found::Restarted = self.refresh().await {
+                        return Event::EngineRestarted;
+                    }
+                    self.stale = Some(said);
+                    return Event::Stale;
+                }
+                Err(error @ (CallError::Failed(_) | CallError::Refused(_))) => {
+                    if self.failures == 0 {
+                        tracing::warn!(replica = %self.config.replica_id, %error, "a heartbeat is not taken");
+                    }
+                    self.failures = self.failures.saturating_add(1);
+                }
+            }
+        }
+    }
+
+    /// Registers again under the same boot id, not at the same moment as
+    /// everybody else.
+    async fn again(&mut self, event: Event, grant: &Grant, shutdown: &CancellationToken) -> Event {
+        self.recheck = true;
+        let longest = self.config.timing.reregister_jitter.min(grant.interval);
+        if self.pause(longest.mul_f64(chance()), shutdown).await {
+            return Event::Shutdown;
+        }
+        event
+    }
+
+    /// Looks at the engine; the state to report, or the event that it is
+    /// another one.
+    async fn look(&mut self) -> Result<WireState, Event> {
+        let Some(known) = &self.known else {
+            return Err(Event::Unknown);
+        };
+        let mut looked = self.engine.look(&known.facts).await;
+        if looked.is_ok() && self.engine.breaks() != known.breaks {
+            match self.refresh().await {
+                Found::Same => {}
+                Found::Changed => return Err(Event::FactsChanged),
+                Found::Restarted => return Err(Event::EngineRestarted),
+                // It may be starting: until its facts are told, what it says is
+                // not taken for that of the registered start.
+                Found::Trouble(trouble) => looked = Err(trouble),
+            }
+        }
+        match looked {
+            Ok(sighting) => {
+                self.silent = 0;
+                let state = self.state_of(&sighting);
+                self.last = Some(sighting);
+                Ok(state)
+            }
+            Err(trouble) => {
+                self.silent = self.silent.saturating_add(1);
+                if self.silent == 1 {
+                    tracing::warn!(replica = %self.config.replica_id, %trouble, "the engine does not answer");
+                }
+                if trouble.is_gone() || self.silent >= SILENT_LOOKS {
+                    self.last = None;
+                }
+                Ok(match &self.last {
+                    Some(sighting) => self.state_of(sighting),
+                    None => WireState::Unhealthy,
+                })
+            }
+        }
+    }
+
+    fn state_of(&self, sighting: &Sighting) -> WireState {
+        let pulses = || sighting.ranks.iter().map(|rank| rank.pulse);
+        if pulses().any(|pulse| pulse == Pulse::Dead) || pulses().all(|pulse| pulse != Pulse::Alive)
+        {
+            WireState::Unhealthy
+        } else if self.drain || sighting.standing == Standing::Draining {
+            WireState::Draining
+        } else {
+            WireState::Ready
+        }
+    }
+
+    fn heartbeat(&mut self, incarnation: u64, state: WireState) -> HeartbeatRequest {
+        self.sequence += 1;
+        let ranks = match (&self.last, &self.known) {
+            (Some(seen), _) => seen
+                .ranks
+                .iter()
+                .map(|rank| RankStatus {
+                    rank: rank.load.rank,
+                    healthy: rank.pulse == Pulse::Alive && state != WireState::Unhealthy,
+                    running: rank.load.running,
+                    waiting: rank.load.waiting,
+                    waiting_uncached_tokens: rank.load.waiting_uncached_tokens,
+                    kv_used_tokens: rank.load.kv_used_tokens,
+                    weight_version: seen.weight_version.clone(),
+                    paused: seen.standing == Standing::Paused,
+                })
+                .collect(),
+            (None, Some(known)) => known
+                .facts
+                .ranks
+                .iter()
+                .map(|fact| RankStatus {
+                    rank: fact.rank,
+                    healthy: false,
+                    weight_version: known.facts.weight_version.clone(),
+                    ..RankStatus::default()
+                })
+                .collect(),
+            (None, None) => Vec::new(),
+        };
+        HeartbeatRequest {
+            replica_id: self.config.replica_id.clone(),
+            incarnation,
+            sequence: self.sequence,
+            state: state.into(),
+            ranks,
+        }
+    }
+
+    /// Says that no new work is wanted, lets what runs finish, deregisters; all
+    /// within the drain timeout.
+    async fn leave(&mut self) -> Event {
+        let Some(grant) = self.grant else {
+            return Event::Left;
+        };
+        let limit = self.config.drain_timeout;
+        let last_call = (limit / 2).min(Duration::from_secs(2));
+        let registered = tokio::time::timeout(limit - last_call, self.drain(grant))
+            .await
+            // Out of time, with work left.
+            .unwrap_or(true);
+        if registered {
+            let leave = DeregisterReplicaRequest {
+                replica_id: self.config.replica_id.clone(),
+                incarnation: grant.incarnation,
+            };
+            if let Err(error) = self.control.deregister(leave, last_call).await {
+                tracing::warn!(replica = %self.config.replica_id, %error, "left without a word: the lease will end it");
+            }
+        }
+        Event::Left
+    }
+
+    /// Until the engine has nothing to do. False: the control plane has
+    /// forgotten this replica already.
+    async fn drain(&mut self, grant: Grant) -> bool {
+        let mut ticks = tokio::time::interval(grant.interval.min(Duration::from_millis(500)));
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+        let mut unheard = 0;
+        loop {
+            ticks.tick().await;
+            let beat = self.heartbeat(grant.incarnation, WireState::Draining);
+            let told = match self.control.heartbeat(beat).await {
+                Ok(_) => true,
+                Err(CallError::Unknown(_) | CallError::Stale(_)) => return false,
+                Err(_) => {
+                    unheard += 1;
+                    unheard >= 3
+                }
+            };
+            let Some(known) = &self.known else {
+                return true;
+            };
+            // Looked at after the word was heard: what was sent before is seen.
+            let idle = match self.engine.look(&known.facts).await {
+                Ok(seen) => {
+                    let idle = seen
+                        .ranks
+                        .iter()
+                        .all(|rank| rank.load.running + rank.load.waiting == 0);
+                    self.last = Some(seen);
+                    idle
+                }
+                Err(trouble) => trouble.is_gone(),
+            };
+            if told && idle {
+                return true;
+            }
+        }
+    }
+
+    /// Doubles with every failure, half of it by chance.
+    fn backoff(&self) -> Duration {
+        let timing = &self.config.timing;
+        let doubled = timing
+            .backoff
+            .saturating_mul(1 << self.failures.min(16))
+            .min(timing.max_backoff);
+        doubled.mul_f64(0.5 + chance() / 2.0)
+    }
+
+    /// True: the shutdown came first.
+    async fn pause(&self, wait: Duration, shutdown: &CancellationToken) -> bool {
+        tokio::select! {
+            biased;
+            () = shutdown.cancelled() => true,
+            () = tokio::time::sleep(wait) => false,
+        }
+    }
+}
+
+/// From 0 to below 1.
+fn chance() -> f64 {
+    let (high, _) = uuid::Uuid::new_v4().as_u64_pair();
+    // The upper 32 bits are all random in a version 4 id.
+    let random = (high >> 32) as u32;
+    f64::from(random) / (f64::from(u32::MAX) + 1.0)
+}

@@ -7,6 +7,7 @@
 //! - no prompt, path or caller's value from an engine's message reaches an
 //!   error.
 
+pub mod facts;
 mod refusal;
 mod request;
 pub mod sse;

@@ -1,0 +1,142 @@
+//! The control plane as a sidecar sees it: three calls, each bounded in time,
+//! and what their errors ask of the sidecar.
+
+use std::time::Duration;
+
+use tonic::{
+    Code, Status,
+    transport::{Channel, Endpoint},
+};
+
+use crate::proto::{
+    DeregisterReplicaRequest, Directive, HeartbeatRequest, RegisterReplicaRequest,
+    replica_service_client::ReplicaServiceClient,
+};
+
+/// Why a call did not succeed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CallError {
+    /// The control plane does not know this replica.
+    #[error("the control plane does not know this replica: {0}")]
+    Unknown(String),
+    /// A newer start of this replica is registered.
+    #[error("a newer start of this replica is registered: {0}")]
+    Stale(String),
+    /// What was said is at fault, or not allowed: the same again will fail too.
+    #[error("refused by the control plane: {0}")]
+    Refused(String),
+    /// It could not be reached or could not answer.
+    #[error("the control plane does not answer: {0}")]
+    Failed(String),
+}
+
+impl From<Status> for CallError {
+    fn from(status: Status) -> Self {
+        let said = format!("{:?}: {}", status.code(), status.message());
+        match status.code() {
+            Code::NotFound => Self::Unknown(said),
+            Code::FailedPrecondition => Self::Stale(said),
+            Code::InvalidArgument
+            | Code::PermissionDenied
+            | Code::Unauthenticated
+            | Code::Unimplemented
+            | Code::AlreadyExists
+            | Code::OutOfRange => Self::Refused(said),
+            _ => Self::Failed(said),
+        }
+    }
+}
+
+/// A registration as the control plane took it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// Of this start.
+    pub incarnation: u64,
+    /// How often to beat.
+    pub interval: Duration,
+}
+
+/// Beats are at least this far apart, whatever is asked for.
+const MIN_INTERVAL: Duration = Duration::from_millis(10);
+/// And at most this far.
+const MAX_INTERVAL: Duration = Duration::from_secs(60);
+/// Where none is told.
+const DEFAULT_INTERVAL: Duration = Duration::from_secs(2);
+
+/// The control plane.
+#[derive(Clone, Debug)]
+pub struct Control {
+    client: ReplicaServiceClient<Channel>,
+    limit: Duration,
+}
+
+impl Control {
+    /// Nothing is connected yet, and a lost connection is made anew by itself.
+    pub(super) fn new(url: &str, limit: Duration) -> Result<Self, String> {
+        let endpoint = Endpoint::from_shared(url.to_owned())
+            .map_err(|e| format!("{url}: {e}"))?
+            .connect_timeout(limit)
+            // A control plane whose machine is gone is noticed between calls.
+            .http2_keep_alive_interval(Duration::from_secs(20))
+            .keep_alive_timeout(Duration::from_secs(10))
+            .tcp_nodelay(true);
+        if endpoint.uri().host().is_none() || endpoint.uri().scheme_str() != Some("http") {
+            return Err(format!("{url}: http://host:port is needed"));
+        }
+        Ok(Self {
+            client: ReplicaServiceClient::new(endpoint.connect_lazy()),
+            limit,
+        })
+    }
+
+    pub(super) async fn register(
+        &mut self,
+        request: RegisterReplicaRequest,
+    ) -> Result<Grant, CallError> {
+        let limit = self.limit;
+        let answer = within(limit, self.client.register_replica(request)).await;
+        let answer = answer.map_err(|error| match error {
+            // Registration has no older start to be confused with.
+            CallError::Unknown(said) | CallError::Stale(said) => CallError::Refused(said),
+            other => other,
+        })?;
+        let interval = answer
+            .heartbeat_interval
+            .and_then(|interval| Duration::try_from(interval).ok())
+            .filter(|interval| !interval.is_zero())
+            .unwrap_or(DEFAULT_INTERVAL);
+        Ok(Grant {
+            incarnation: answer.incarnation,
+            interval: interval.clamp(MIN_INTERVAL, MAX_INTERVAL),
+        })
+    }
+
+    pub(super) async fn heartbeat(
+        &mut self,
+        request: HeartbeatRequest,
+    ) -> Result<Directive, CallError> {
+        let limit = self.limit;
+        let answer = within(limit, self.client.heartbeat(request)).await?;
+        Ok(answer.directive())
+    }
+
+    pub(super) async fn deregister(
+        &mut self,
+        request: DeregisterReplicaRequest,
+        limit: Duration,
+    ) -> Result<(), CallError> {
+        within(limit, self.client.deregister_replica(request)).await?;
+        Ok(())
+    }
+}
+
+async fn within<T>(
+    limit: Duration,
+    call: impl Future<Output = Result<tonic::Response<T>, Status>>,
+) -> Result<T, CallError> {
+    match tokio::time::timeout(limit, call).await {
+        Ok(Ok(response)) => Ok(response.into_inner()),
+        Ok(Err(status)) => Err(status.into()),
+        Err(_) => Err(CallError::Failed(format!("nothing within {limit:?}"))),
+    }
+}

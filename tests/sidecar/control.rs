@@ -1,0 +1,230 @@
+//! A control plane that remembers what sidecars say and answers as a test
+//! wants it.
+
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use berth::proto::{
+    DeregisterReplicaRequest, DeregisterReplicaResponse, Directive, HeartbeatRequest,
+    HeartbeatResponse, RegisterReplicaRequest, RegisterReplicaResponse,
+    replica_service_server::{ReplicaService, ReplicaServiceServer},
+};
+use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::{Request, Response, Status};
+
+use crate::LONG;
+
+#[derive(Clone, Debug)]
+pub enum Said {
+    Register(Box<RegisterReplicaRequest>),
+    Beat(HeartbeatRequest),
+    Leave(DeregisterReplicaRequest),
+}
+
+#[derive(Default)]
+struct Inner {
+    said: Vec<Said>,
+    /// By (replica, boot).
+    given: HashMap<(String, String), u64>,
+    /// Incarnations that beats are taken of.
+    live: HashMap<String, u64>,
+    directive: Directive,
+    refuse: Option<Status>,
+    beats_refused: Option<Status>,
+}
+
+#[derive(Clone)]
+pub struct FakeControl {
+    inner: Arc<Mutex<Inner>>,
+    news: Arc<watch::Sender<u64>>,
+    address: SocketAddr,
+    serving: Arc<Mutex<Option<JoinHandle<()>>>>,
+}
+
+impl FakeControl {
+    pub async fn start() -> Self {
+        let mut control = Self {
+            inner: Arc::default(),
+            news: Arc::new(watch::Sender::new(0)),
+            address: "127.0.0.1:0".parse().unwrap(),
+            serving: Arc::default(),
+        };
+        control.listen().await;
+        control
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub async fn listen(&mut self) {
+        let listener = TcpListener::bind(self.address).await.unwrap();
+        self.address = listener.local_addr().unwrap();
+        let service = ReplicaServiceServer::new(self.clone());
+        *self.serving.lock().unwrap() = Some(tokio::spawn(async move {
+            tonic::transport::Server::builder()
+                .add_service(service)
+                .serve_with_incoming(TcpListenerStream::new(listener))
+                .await
+                .unwrap();
+        }));
+    }
+
+    /// Its port refuses; its connections are closed.
+    pub async fn stop(&self) {
+        let serving = self.serving.lock().unwrap().take().unwrap();
+        serving.abort();
+        let _ = serving.await;
+    }
+
+    /// As after a restart: nothing is known.
+    pub fn forget(&self) {
+        self.inner.lock().unwrap().live.clear();
+    }
+
+    /// A newer start is registered by somebody else.
+    pub fn supersede(&self, replica: &str) {
+        *self.inner.lock().unwrap().live.get_mut(replica).unwrap() += 1;
+    }
+
+    pub fn direct(&self, directive: Directive) {
+        self.inner.lock().unwrap().directive = directive;
+    }
+
+    pub fn refuse_registrations(&self, with: Option<Status>) {
+        self.inner.lock().unwrap().refuse = with;
+    }
+
+    pub fn refuse_beats(&self, with: Option<Status>) {
+        self.inner.lock().unwrap().beats_refused = with;
+    }
+
+    pub fn said(&self) -> Vec<Said> {
+        self.inner.lock().unwrap().said.clone()
+    }
+
+    pub fn clear(&self) {
+        self.inner.lock().unwrap().said.clear();
+    }
+
+    pub fn registrations(&self) -> Vec<RegisterReplicaRequest> {
+        self.said()
+            .into_iter()
+            .filter_map(|said| match said {
+                Said::Register(request) => Some(*request),
+                _ => None,
+            })
+            .collect()
+    }
+
+    pub fn beats(&self) -> Vec<HeartbeatRequest> {
+        self.said()
+            .into_iter()
+            .filter_map(|said| match said {
+                Said::Beat(request) => Some(request),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// Waits until what was said satisfies `wanted`.
+    pub async fn hears(&self, what: &str, wanted: impl Fn(&Self) -> bool) {
+        let mut news = self.news.subscribe();
+        let waited = tokio::time::timeout(LONG, async {
+            while !wanted(self) {
+                news.changed().await.unwrap();
+            }
+        });
+        if waited.await.is_err() {
+            panic!("never heard {what}: {:#?}", self.said());
+        }
+    }
+
+    /// Waits for a beat like this among those still to come.
+    pub async fn hears_beat(&self, what: &str, wanted: impl Fn(&HeartbeatRequest) -> bool) {
+        self.clear();
+        self.hears(what, |control| control.beats().iter().any(&wanted))
+            .await;
+    }
+
+    fn note(&self, said: Said) {
+        self.inner.lock().unwrap().said.push(said);
+        self.news.send_modify(|n| *n += 1);
+    }
+}
+
+#[tonic::async_trait]
+impl ReplicaService for FakeControl {
+    async fn register_replica(
+        &self,
+        request: Request<RegisterReplicaRequest>,
+    ) -> Result<Response<RegisterReplicaResponse>, Status> {
+        let request = request.into_inner();
+        let answer = {
+            let mut inner = self.inner.lock().unwrap();
+            match &inner.refuse {
+                Some(status) => Err(status.clone()),
+                None => {
+                    let key = (request.replica_id.clone(), request.boot_id.clone());
+                    let next = inner
+                        .given
+                        .iter()
+                        .filter(|((replica, _), _)| *replica == request.replica_id)
+                        .map(|(_, n)| *n)
+                        .max()
+                        .unwrap_or(0)
+                        + 1;
+                    let incarnation = *inner.given.entry(key).or_insert(next);
+                    inner.live.insert(request.replica_id.clone(), incarnation);
+                    if inner.directive == Directive::Reregister {
+                        inner.directive = Directive::Continue;
+                    }
+                    Ok(incarnation)
+                }
+            }
+        };
+        self.note(Said::Register(Box::new(request)));
+        let beat = Duration::from_millis(40);
+        Ok(Response::new(RegisterReplicaResponse {
+            incarnation: answer?,
+            lease_ttl: Some((beat * 6).try_into().unwrap()),
+            heartbeat_interval: Some(beat.try_into().unwrap()),
+            epoch: 1,
+        }))
+    }
+
+    async fn heartbeat(
+        &self,
+        request: Request<HeartbeatRequest>,
+    ) -> Result<Response<HeartbeatResponse>, Status> {
+        let request = request.into_inner();
+        let answer = {
+            let inner = self.inner.lock().unwrap();
+            match (&inner.beats_refused, inner.live.get(&request.replica_id)) {
+                (Some(status), _) => Err(status.clone()),
+                (None, None) => Err(Status::not_found("register again")),
+                (None, Some(live)) if *live != request.incarnation => {
+                    Err(Status::failed_precondition("stale"))
+                }
+                (None, Some(_)) => Ok(inner.directive),
+            }
+        };
+        self.note(Said::Beat(request));
+        Ok(Response::new(HeartbeatResponse {
+            directive: answer?.into(),
+        }))
+    }
+
+    async fn deregister_replica(
+        &self,
+        request: Request<DeregisterReplicaRequest>,
+    ) -> Result<Response<DeregisterReplicaResponse>, Status> {
+        self.note(Said::Leave(request.into_inner()));
+        Ok(Response::new(DeregisterReplicaResponse {}))
+    }
+}
