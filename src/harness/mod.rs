@@ -16,6 +16,7 @@ pub mod arms;
 pub mod chart;
 mod client;
 mod fleet;
+pub mod playground;
 pub mod progress;
 pub mod report;
 pub mod table;

@@ -1,0 +1,188 @@
+//! A control plane with simulated engines, and a client.
+
+use std::time::Duration;
+
+use berth::{
+    config::Config,
+    engine::sim::{SimConfig, SimHandle, tokens},
+    harness::playground::{self, Playground},
+    proto::{
+        self, SampleRequest, SampleResponse, SampleResult, Sampling, TokenIds,
+        fleet_service_client::FleetServiceClient, sample_request::Prompt,
+        sampling_service_client::SamplingServiceClient,
+    },
+};
+use tonic::{Code, Status, transport::Channel};
+use tonic_types::StatusExt;
+
+pub const VOCAB: u32 = 151_936;
+
+pub struct Cluster {
+    pub playground: Playground,
+    pub channel: Channel,
+    _dir: tempfile::TempDir,
+}
+
+/// Engines whose steps take no time.
+pub fn instant() -> SimConfig {
+    SimConfig {
+        incremental_streaming_output: true,
+        ..SimConfig::instant()
+    }
+}
+
+/// Engines that take `step` for each token.
+pub fn stepping(step: Duration) -> SimConfig {
+    SimConfig {
+        step: Some(step),
+        time_scale: 1.0,
+        ..instant()
+    }
+}
+
+/// A control plane that notices deaths soon.
+pub fn quick(dir: &tempfile::TempDir) -> Config {
+    playground::config(Some(dir.path().join("store")))
+}
+
+impl Cluster {
+    pub async fn start(replicas: u32, engine: SimConfig) -> Self {
+        Self::with(replicas, engine, |_| {}).await
+    }
+
+    pub async fn with(replicas: u32, engine: SimConfig, change: impl FnOnce(&mut Config)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = quick(&dir);
+        change(&mut config);
+        let mut playground = Playground::start(config).await.unwrap();
+        for i in 0..replicas {
+            let h100 = playground::accelerator("NVIDIA H100 80GB HBM3", 81_559);
+            playground
+                .add(&format!("r{i}"), engine.clone(), h100)
+                .await
+                .unwrap();
+        }
+        let channel = Channel::from_shared(playground.url())
+            .unwrap()
+            .connect()
+            .await
+            .unwrap();
+        Self {
+            playground,
+            channel,
+            _dir: dir,
+        }
+    }
+
+    pub fn client(&self) -> SamplingServiceClient<Channel> {
+        SamplingServiceClient::new(self.channel.clone())
+    }
+
+    pub fn operator(&self) -> FleetServiceClient<Channel> {
+        FleetServiceClient::new(self.channel.clone())
+    }
+
+    pub async fn sample(&self, request: SampleRequest) -> Result<SampleResponse, Status> {
+        self.client()
+            .sample(request)
+            .await
+            .map(tonic::Response::into_inner)
+    }
+
+    pub fn engine(&self, replica: &str) -> &SimHandle {
+        &self.playground.replica(replica).unwrap().engine
+    }
+
+    pub fn engines(&self) -> impl Iterator<Item = &SimHandle> {
+        self.playground.replicas().iter().map(|r| &r.engine)
+    }
+
+    /// Calls of `/generate` at all engines.
+    pub fn received(&self) -> u64 {
+        self.engines().map(|e| e.counters().received).sum()
+    }
+
+    pub async fn stop(self) {
+        self.playground.stop().await.unwrap();
+    }
+}
+
+/// Waits until `condition` holds.
+pub async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
+    for _ in 0..1000 {
+        if condition().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    panic!("never: {what}");
+}
+
+pub fn ids(seed: u32, len: u32) -> Vec<u32> {
+    (0..len)
+        .map(|i| (seed.wrapping_mul(7919).wrapping_add(i * 31)) % VOCAB)
+        .collect()
+}
+
+/// A request for `output` tokens, past any end of sequence.
+pub fn request(prompt: &[u32], output: u32) -> SampleRequest {
+    SampleRequest {
+        prompt: Some(Prompt::TokenIds(TokenIds {
+            ids: prompt.to_vec(),
+        })),
+        sampling: Some(Sampling {
+            max_tokens: Some(output),
+            ignore_eos: true,
+            ..Sampling::default()
+        }),
+        ..SampleRequest::default()
+    }
+}
+
+pub fn keyed(key: &str, prompt: &[u32], output: u32) -> SampleRequest {
+    SampleRequest {
+        cache_affinity_key: Some(key.to_owned()),
+        ..request(prompt, output)
+    }
+}
+
+/// What the simulated engines generate after `prompt`.
+pub fn expected(prompt: &[u32], output: u32) -> Vec<u32> {
+    tokens::expected(prompt, 0, output as usize, VOCAB)
+}
+
+pub fn only(response: &SampleResponse) -> &SampleResult {
+    assert_eq!(response.samples.len(), 1);
+    &response.samples[0]
+}
+
+pub fn route(sample: &SampleResult) -> &proto::Route {
+    sample.route.as_ref().unwrap()
+}
+
+pub fn home(sample: &SampleResult) -> (String, u32) {
+    let route = route(sample);
+    (route.replica_id.clone(), route.rank)
+}
+
+pub fn cached(sample: &SampleResult) -> u64 {
+    sample.usage.unwrap().cached_tokens
+}
+
+/// The machine-readable reason of a refusal.
+pub fn reason(status: &Status) -> String {
+    let details = status.get_error_details();
+    let info = details.error_info().expect("every error has an ErrorInfo");
+    assert_eq!(info.domain, "berth.dev");
+    info.reason.clone()
+}
+
+pub fn refused(result: Result<SampleResponse, Status>, code: Code, why: &str) -> Status {
+    let status = result.expect_err("refused");
+    assert_eq!(
+        (status.code(), reason(&status).as_str()),
+        (code, why),
+        "{status}"
+    );
+    status
+}

@@ -1,0 +1,190 @@
+//! Replicas that come, go and are looked at.
+
+use berth::proto::{
+    DeregisterReplicaRequest, GetReplicaRequest, HeartbeatRequest, ListReplicasRequest,
+    RegisterReplicaRequest, ReplicaHealth, replica_service_client::ReplicaServiceClient,
+};
+use tonic::Code;
+
+use crate::cluster::{Cluster, eventually, ids, instant, keyed, reason, request};
+
+#[tokio::test]
+async fn an_operator_sees_what_a_replica_is() {
+    let engine = berth::engine::sim::SimConfig {
+        ranks: 2,
+        ..instant()
+    };
+    let cluster = Cluster::start(1, engine).await;
+    cluster.sample(keyed("t", &ids(1, 100), 11)).await.unwrap();
+    let list = cluster
+        .operator()
+        .list_replicas(ListReplicasRequest::default())
+        .await
+        .unwrap()
+        .into_inner()
+        .replicas;
+    assert_eq!(list.len(), 1);
+    let replica = &list[0];
+    assert_eq!(replica.replica_id, "r0");
+    assert_eq!(replica.health(), ReplicaHealth::Healthy);
+    assert_eq!(replica.model, "Qwen/Qwen3-8B");
+    assert_eq!(
+        (replica.vocab_size, replica.context_length),
+        (151_936, 16_384)
+    );
+    assert_eq!(
+        replica.accelerator.as_ref().unwrap().name,
+        "NVIDIA H100 80GB HBM3"
+    );
+    assert_eq!(replica.ranks.len(), 2);
+    assert!(
+        replica
+            .ranks
+            .iter()
+            .all(|r| r.routable && r.kv_capacity_tokens == 375_000)
+    );
+    assert_eq!(replica.ranks.iter().map(|r| r.live_pins).sum::<u64>(), 1);
+    assert_eq!(
+        replica.ranks.iter().map(|r| r.live_pin_tokens).sum::<u64>(),
+        110
+    );
+    let none = cluster
+        .operator()
+        .list_replicas(ListReplicasRequest {
+            model: Some("other".to_owned()),
+        })
+        .await
+        .unwrap();
+    assert!(none.into_inner().replicas.is_empty());
+    let status = cluster
+        .operator()
+        .get_replica(GetReplicaRequest {
+            replica_id: "nobody".to_owned(),
+        })
+        .await
+        .unwrap_err();
+    assert_eq!(
+        (status.code(), reason(&status).as_str()),
+        (Code::NotFound, "REPLICA_NOT_FOUND")
+    );
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn an_engine_that_dies_leaves_routing_and_comes_back_as_a_new_incarnation() {
+    let cluster = Cluster::with(2, instant(), |c| {
+        c.fleet.lease.interval = std::time::Duration::from_millis(100);
+    })
+    .await;
+    let before = cluster
+        .playground
+        .server()
+        .parts()
+        .fleet
+        .get(&"r0".into_id())
+        .unwrap();
+    cluster.engine("r0").kill().await;
+    // Every request succeeds, whoever notices first.
+    for i in 0..8 {
+        cluster.sample(request(&ids(i, 32), 4)).await.unwrap();
+    }
+    let revived = cluster.engine("r0").restart().await.unwrap();
+    let fleet = &cluster.playground.server().parts().fleet;
+    eventually("it is back as a new start", async || {
+        fleet.get(&"r0".into_id()).is_some_and(|now| {
+            now.incarnation > before.incarnation && now.ranks.iter().all(|r| r.routable)
+        })
+    })
+    .await;
+    for i in 0..8 {
+        cluster.sample(request(&ids(i, 32), 4)).await.unwrap();
+    }
+    assert!(revived.counters().finished > 0, "it is used again");
+    revived.stop().await;
+    cluster.stop().await;
+}
+
+trait IntoId {
+    fn into_id(self) -> berth::ids::ReplicaId;
+}
+
+impl IntoId for &str {
+    fn into_id(self) -> berth::ids::ReplicaId {
+        berth::ids::ReplicaId::new(self)
+    }
+}
+
+#[tokio::test]
+async fn incarnations_survive_a_restart_of_the_control_plane() {
+    let dir = tempfile::tempdir().unwrap();
+    let register = async |boot: &str| {
+        let server = berth::server::Server::start(crate::cluster::quick(&dir))
+            .await
+            .unwrap();
+        let url = format!("http://{}", server.grpc_address());
+        let mut client = ReplicaServiceClient::connect(url).await.unwrap();
+        let answer = client
+            .register_replica(RegisterReplicaRequest {
+                replica_id: "r".to_owned(),
+                boot_id: boot.to_owned(),
+                address: Some(berth::proto::register_replica_request::Address::Port(9)),
+                engine: berth::proto::EngineKind::Sglang.into(),
+                model: "m".to_owned(),
+                vocab_size: 10,
+                context_length: 10,
+                page_size: 1,
+                ranks: vec![berth::proto::Rank {
+                    kv_capacity_tokens: 10,
+                    ..Default::default()
+                }],
+                ..Default::default()
+            })
+            .await
+            .unwrap()
+            .into_inner();
+        drop(client);
+        server.stop().await.unwrap();
+        answer.incarnation
+    };
+    let first = register("a").await;
+    let same = register("a").await;
+    let second = register("b").await;
+    assert_eq!(first, same);
+    assert!(second > first);
+}
+
+#[tokio::test]
+async fn strangers_words_change_nothing() {
+    let cluster = Cluster::start(1, instant()).await;
+    let mut replicas = ReplicaServiceClient::new(cluster.channel.clone());
+    let beat = |replica_id: &str, incarnation| HeartbeatRequest {
+        replica_id: replica_id.to_owned(),
+        incarnation,
+        sequence: 1,
+        ..Default::default()
+    };
+    let unknown = replicas.heartbeat(beat("nobody", 1)).await.unwrap_err();
+    assert_eq!(
+        (unknown.code(), reason(&unknown).as_str()),
+        (Code::NotFound, "REREGISTER")
+    );
+    let stale = replicas.heartbeat(beat("r0", 0)).await.unwrap_err();
+    assert_eq!(
+        (stale.code(), reason(&stale).as_str()),
+        (Code::FailedPrecondition, "STALE_INCARNATION")
+    );
+    replicas
+        .deregister_replica(DeregisterReplicaRequest {
+            replica_id: "r0".to_owned(),
+            incarnation: 0,
+        })
+        .await
+        .unwrap();
+    let bad = replicas
+        .register_replica(RegisterReplicaRequest::default())
+        .await
+        .unwrap_err();
+    assert_eq!(reason(&bad), "INVALID_REQUEST");
+    assert!(cluster.sample(request(&ids(1, 8), 1)).await.is_ok());
+    cluster.stop().await;
+}

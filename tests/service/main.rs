@@ -1,0 +1,19 @@
+//! The service as a trainer sees it: a real server on a real port, simulated
+//! engines behind real sidecars.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::cast_possible_truncation,
+    missing_docs,
+    reason = "a failed assumption is a failed test"
+)]
+
+mod ablation;
+mod bad_requests;
+mod cluster;
+mod duplicates;
+mod engines_that_fail;
+mod fleet;
+mod routing;
+mod streams;
