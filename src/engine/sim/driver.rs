@@ -212,9 +212,13 @@ impl Driver {
         match command {
             Command::Submit(submissions) => {
                 for Submission { job, waiter } in submissions {
+                    let record = waiter.record;
                     self.jobs.insert(job.id, waiter);
                     for event in self.rank.submit(job) {
                         self.tell(event);
+                    }
+                    if let Some(record) = record {
+                        self.history.lock().queued(record);
                     }
                 }
             }
@@ -325,3 +329,7 @@ impl Driver {
         };
     }
 }
+
+#[cfg(test)]
+#[path = "driver_test.rs"]
+mod tests;

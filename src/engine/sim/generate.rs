@@ -307,6 +307,7 @@ async fn start(
                 stream: parsed.stream,
                 arrived,
                 parsed: Instant::now(),
+                queued: None,
                 started: None,
                 ended: None,
                 how: How::Live,

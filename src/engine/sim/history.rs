@@ -29,6 +29,9 @@ pub struct Record {
     pub arrived: Instant,
     /// When its id was known.
     pub parsed: Instant,
+    /// When its rank's scheduler took it. Unset: it is held back, or was
+    /// refused before.
+    pub queued: Option<Instant>,
     /// When its prompt was first computed. Unset: it never ran.
     pub started: Option<Instant>,
     /// When it ended. Unset: it lives.
@@ -138,6 +141,12 @@ impl History {
         self.records.get_mut(at)
     }
 
+    pub(super) fn queued(&mut self, id: RecordId) {
+        if let Some(record) = self.get(id) {
+            record.queued = Some(Instant::now());
+        }
+    }
+
     pub(super) fn started(&mut self, id: RecordId, cached: u32) {
         self.counters.started += 1;
         self.counters.cached_tokens += u64::from(cached);
@@ -206,6 +215,7 @@ impl Record {
             "stream": self.stream,
             "arrived": clock.unix(self.arrived),
             "parsed": clock.unix(self.parsed),
+            "queued": self.queued.map(|at| clock.unix(at)),
             "started": self.started.map(|at| clock.unix(at)),
             "ended": self.ended.map(|at| clock.unix(at)),
             "how": self.how,

@@ -568,6 +568,7 @@ impl SamplingParams {
         }
         let stops = match &self.stop {
             None => &[][..],
+            Some(StopStrings::One(one)) if one.is_empty() => &[],
             Some(StopStrings::One(one)) => std::slice::from_ref(one),
             Some(StopStrings::Many(many)) => many,
         };

@@ -335,7 +335,7 @@ proptest! {
         prop_assert_eq!(rank.load().used, 0);
         prop_assert_eq!(ended.len() + given_up, jobs.len());
         for (id, (tokens, how)) in ended {
-            let (from, len, max_new, _) = jobs[id as usize];
+            let (from, len, max_new, _) = jobs[usize::try_from(id).unwrap()];
             let whole = expected(&prompt(from * 10, len), 0, max_new as usize, VOCAB);
             prop_assert_eq!(&tokens[..], &whole[..tokens.len()]);
             if how == Ended::Length {
