@@ -77,7 +77,7 @@ pub const SITTING: &[&str] = &[
 
 /// Recordings that tests of their own send.
 pub const STAGED: &[&str] = &[
-    // running_requests_are_aborted
+    // aborts.rs
     "abort_request",
     "abort_running_reply",
     "abort_running_reply_stream",
@@ -85,7 +85,6 @@ pub const STAGED: &[&str] = &[
     "err_duplicate_rid",
     "err_duplicate_rid_stream",
     "flush_cache_busy",
-    // a_full_queue
     "queue_full",
     "queue_full_stream",
     "queue_full_health",
@@ -99,7 +98,7 @@ pub const STAGED: &[&str] = &[
     // incremental_streams
     "inc_stream",
     "inc_stream_logprobs",
-    // three_kinds_of_pause
+    // pauses.rs
     "pause_generation_abort",
     "pause_generation_retract",
     "pause_generation_in_place",
@@ -119,12 +118,11 @@ pub const STAGED: &[&str] = &[
     "paused_new_reply_retract",
     "paused_new_reply_in_place",
     "update_weight_version",
-    // weights_change_midway
     "gen_version_changed_midway_in_place",
     "gen_version_changed_midway_retract",
     "update_weight_version_no_abort_in_place",
     "update_weight_version_no_abort_retract",
-    // two_ranks
+    // ranks.rs
     "dp_rank0_first",
     "dp_rank0_again",
     "dp_rank1_first",
@@ -153,7 +151,7 @@ pub const STAGED: &[&str] = &[
     "dp_continue",
     "dp_flush",
     "dp_server_info",
-    // the_ends_of_an_engine
+    // ends.rs
     "sigterm_new_request",
     "sigterm_health",
     "sigterm_ready",

@@ -172,7 +172,7 @@ async fn abort_request(State(engine): Shared, body: Bytes) -> Response {
     };
     let selector = match abort.rid {
         _ if abort.abort_all => Selector::All,
-        // [inf] Every id begins with an empty one.
+        // Inferred: every id begins with an empty one.
         rid => Selector::Prefix(rid.unwrap_or_default().into()),
     };
     engine.abort_by_request(&selector);

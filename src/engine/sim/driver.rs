@@ -88,6 +88,8 @@ pub(super) struct Waiter {
     pub(super) rid: Arc<str>,
     /// Tells the jobs of one call apart.
     pub(super) index: usize,
+    /// When the engine got it.
+    pub(super) since: Instant,
     pub(super) events: mpsc::UnboundedSender<(usize, Event)>,
     pub(super) record: Option<RecordId>,
 }
@@ -128,6 +130,12 @@ pub(super) struct Driver {
     pub(super) slow: f64,
     pub(super) paused: bool,
     pub(super) dead: bool,
+    /// When the work that is about to begin was there. Steps are counted from
+    /// then: what this process takes to read a request and to wake up is no time
+    /// of the engine's.
+    pub(super) anchor: Option<Instant>,
+    /// When the last work ended, by its own deadlines.
+    pub(super) idle_since: Instant,
 }
 
 impl Driver {
@@ -156,15 +164,20 @@ impl Driver {
 
     /// Steps until there is nothing to do, or until told not to.
     async fn work(&mut self, commands: &mut mpsc::UnboundedReceiver<Command>) {
-        let began = Instant::now();
+        let now = Instant::now();
+        let began = self.anchor.take().unwrap_or(now);
         let mut elapsed = 0.0;
+        self.idle_since = began;
         let (mut steps, mut unslept) = (0_u64, 0);
-        let (mut measured, mut generated) = (began, self.rank.load().totals.generated);
+        let (mut measured, mut generated) = (now, self.rank.load().totals.generated);
         let mut throughput = 0.0;
         loop {
             while let Ok(command) = commands.try_recv() {
                 self.take(command);
             }
+            // Set by a job that came while the last step was told: it is part of
+            // this work.
+            self.anchor = None;
             if self.paused || self.dead {
                 return;
             }
@@ -182,6 +195,7 @@ impl Driver {
             let deadline = Duration::try_from_secs_f64(elapsed)
                 .ok()
                 .and_then(|elapsed| began.checked_add(elapsed));
+            self.idle_since = deadline.unwrap_or(began);
             match deadline {
                 Some(deadline) if deadline <= Instant::now() + HALF_TICK => {
                     unslept += 1;
@@ -212,6 +226,9 @@ impl Driver {
         match command {
             Command::Submit(submissions) => {
                 for Submission { job, waiter } in submissions {
+                    if self.rank.is_idle() {
+                        self.anchor = Some(waiter.since.max(self.idle_since));
+                    }
                     let record = waiter.record;
                     self.jobs.insert(job.id, waiter);
                     for event in self.rank.submit(job) {
@@ -237,7 +254,11 @@ impl Driver {
                     self.rank.retract_all();
                 }
             }
-            Command::Continue => self.paused = false,
+            Command::Continue => {
+                self.paused = false;
+                // A pause is no time in which work could have begun.
+                self.anchor = None;
+            }
             Command::Flush(reply) => {
                 // What was retracted waits, and does not keep the cache.
                 let flushed = (self.paused || self.rank.is_idle()) && self.rank.flush();

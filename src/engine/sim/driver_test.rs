@@ -24,6 +24,8 @@ fn rig(config: &SimConfig) -> Rig {
         slow: 1.0,
         paused: false,
         dead: false,
+        anchor: None,
+        idle_since: Instant::now(),
     };
     tokio::spawn(driver.run(receiver));
     Rig {
@@ -52,6 +54,7 @@ impl Rig {
         let waiter = Waiter {
             rid: format!("r{id}").into(),
             index: 0,
+            since: Instant::now(),
             events: self.sender.clone(),
             record: None,
         };

@@ -153,6 +153,8 @@ impl Engine {
                 slow: 1.0,
                 paused: false,
                 dead: false,
+                anchor: None,
+                idle_since: tokio::time::Instant::now(),
             };
             let root = root.clone();
             tasks.spawn(async move { root.run_until_cancelled(driver.run(receiver)).await });
@@ -325,7 +327,7 @@ impl Engine {
         let mut flushed = true;
         for link in &self.ranks {
             let (reply, answer) = oneshot::channel();
-            // A dead rank takes the command and never answers: [inf], refused.
+            // Inferred: a dead rank cannot be flushed.
             flushed &= !link.dead.load(Ordering::SeqCst)
                 && link.commands.send(Command::Flush(reply)).is_ok()
                 && answer.await.unwrap_or(false);

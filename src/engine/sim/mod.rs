@@ -22,6 +22,7 @@ mod info;
 pub mod radix;
 mod reply;
 mod request;
+mod running;
 pub mod scheduler;
 mod server;
 pub mod timing;

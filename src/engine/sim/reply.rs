@@ -118,7 +118,7 @@ impl Refusal {
                 "The request is aborted by a higher priority request.",
             ),
             Self::AbortedWaiting => (None, "Abort in waiting queue"),
-            // [inf]
+            // Inferred.
             Self::TooLarge => (
                 Some(400),
                 "The input is longer than the KV cache of this rank.",
