@@ -32,7 +32,7 @@ async fn the_origins_ablation_comes_out_to_the_digit() {
     assert!((with.overall_input_cache_hit_rate - 0.9129).abs() < 1e-4);
     assert_eq!(with.placement.distinct_replicas, 4);
     for trajectory in &with.placement.trajectories {
-        assert_eq!(trajectory.ranks.len(), 1, "one rank for all turns");
+        assert_eq!(trajectory.counts.len(), 1, "one rank for all turns");
     }
     cluster.stop().await;
 }
