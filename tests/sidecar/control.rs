@@ -13,7 +13,7 @@ use berth::proto::{
     HeartbeatResponse, RegisterReplicaRequest, RegisterReplicaResponse,
     replica_service_server::{ReplicaService, ReplicaServiceServer},
 };
-use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
+use tokio::{net::TcpListener, runtime::Runtime, sync::watch};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
@@ -43,7 +43,8 @@ pub struct FakeControl {
     inner: Arc<Mutex<Inner>>,
     news: Arc<watch::Sender<u64>>,
     address: SocketAddr,
-    serving: Arc<Mutex<Option<JoinHandle<()>>>>,
+    /// A runtime of its own, so that its end closes every connection.
+    serving: Arc<Mutex<Option<Runtime>>>,
 }
 
 impl FakeControl {
@@ -63,23 +64,36 @@ impl FakeControl {
     }
 
     pub async fn listen(&mut self) {
-        let listener = TcpListener::bind(self.address).await.unwrap();
+        let listener = loop {
+            match std::net::TcpListener::bind(self.address) {
+                Ok(listener) => break listener,
+                // The one before is on its way out.
+                Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        };
+        listener.set_nonblocking(true).unwrap();
         self.address = listener.local_addr().unwrap();
         let service = ReplicaServiceServer::new(self.clone());
-        *self.serving.lock().unwrap() = Some(tokio::spawn(async move {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.spawn(async move {
+            let listener = TcpListener::from_std(listener).unwrap();
             tonic::transport::Server::builder()
                 .add_service(service)
                 .serve_with_incoming(TcpListenerStream::new(listener))
                 .await
                 .unwrap();
-        }));
+        });
+        *self.serving.lock().unwrap() = Some(runtime);
     }
 
     /// Its port refuses; its connections are closed.
-    pub async fn stop(&self) {
-        let serving = self.serving.lock().unwrap().take().unwrap();
-        serving.abort();
-        let _ = serving.await;
+    pub fn stop(&self) {
+        let runtime = self.serving.lock().unwrap().take();
+        runtime.unwrap().shutdown_background();
     }
 
     /// As after a restart: nothing is known.

@@ -227,7 +227,7 @@ async fn a_control_plane_that_comes_late_or_forgets_is_told_again() {
 #[tokio::test]
 async fn a_control_plane_that_is_away_is_beaten_at_until_it_is_back() {
     let (mut control, _engine, running) = registered().await;
-    control.stop().await;
+    control.stop();
     control.forget();
     control.clear();
     tokio::time::sleep(Duration::from_millis(200)).await;
