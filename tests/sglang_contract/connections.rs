@@ -9,7 +9,7 @@ use berth::engine::{
 };
 use futures_util::StreamExt;
 use http::Method;
-use tokio::net::TcpListener;
+use tokio::net::TcpSocket;
 
 use crate::{
     LONG, failure,
@@ -27,16 +27,17 @@ fn good() -> Answer {
     Answer::Keep(reply(200, "application/json", "", &rec.body), 1 << 20)
 }
 
-/// A URL that nothing listens on.
-async fn nobody() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    format!("http://{}", listener.local_addr().unwrap())
+/// A URL that nothing listens on, and the socket that keeps it so.
+fn nobody() -> (String, TcpSocket) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    (format!("http://{}", socket.local_addr().unwrap()), socket)
 }
 
 #[tokio::test]
 async fn a_closed_port_refuses() {
     let client = SglangClient::default();
-    let url = nobody().await;
+    let (url, _kept) = nobody();
     let error = failure(run(&client, plain(&url)).await);
     assert!(
         matches!(&error, EngineError::Refused(m) if m.contains("refused")),
@@ -63,7 +64,7 @@ async fn what_is_no_http_address_refuses() {
 #[tokio::test]
 async fn a_connection_that_is_not_made_in_time_refuses() {
     // A listener whose queue is full leaves the next handshake unanswered.
-    let listener = tokio::net::TcpSocket::new_v4().unwrap();
+    let listener = TcpSocket::new_v4().unwrap();
     listener.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let listener = listener.listen(1).unwrap();
     let address = listener.local_addr().unwrap();
@@ -118,12 +119,12 @@ async fn a_request_on_a_reused_connection_is_not_sent_twice_either() {
 async fn a_connection_that_the_engine_closed_while_idle_costs_nothing() {
     let rec = recorded("gen_plain");
     let close = Answer::Close(reply(200, "application/json", "", &rec.body), 1 << 20);
-    let server = Server::start(vec![close.clone(), close.clone(), close]).await;
+    let mut server = Server::start(vec![close.clone(), close.clone(), close]).await;
     let client = SglangClient::default();
-    for _ in 0..3 {
+    for n in 1..4 {
         outcome(run(&client, plain(&server.url())).await);
-        // The close is seen as soon as the runtime turns.
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        // The client has seen the close when it closes in turn.
+        client_goes(&mut server, n).await;
     }
     assert_eq!(server.take_requests().len(), 3);
 }
@@ -148,9 +149,9 @@ async fn what_is_not_http_is_a_bad_reply() {
     }
 }
 
-/// Waits until the server has seen its client go.
-async fn client_goes(server: &mut Server) {
-    tokio::time::timeout(LONG, server.closed_by_client.wait_for(|n| *n == 1))
+/// Waits until the server has seen its client close so many connections.
+async fn client_goes(server: &mut Server, count: usize) {
+    tokio::time::timeout(LONG, server.closed_by_client.wait_for(|n| *n == count))
         .await
         .expect("the connection is closed")
         .unwrap();
@@ -170,7 +171,7 @@ async fn a_stream_that_is_dropped_closes_its_connection() {
     let mut stream = client.generate(request);
     assert!(stream.next().await.unwrap().is_ok());
     drop(stream);
-    client_goes(&mut server).await;
+    client_goes(&mut server, 1).await;
 }
 
 #[tokio::test]
@@ -187,7 +188,7 @@ async fn a_request_that_is_dropped_before_its_answer_closes_its_connection() {
         } => {}
     }
     drop(stream);
-    client_goes(&mut server).await;
+    client_goes(&mut server, 1).await;
 }
 
 #[tokio::test]
@@ -203,7 +204,7 @@ async fn a_plain_reply_that_is_dropped_half_read_closes_its_connection() {
             .is_err()
     );
     drop(stream);
-    client_goes(&mut server).await;
+    client_goes(&mut server, 1).await;
 }
 
 #[tokio::test]

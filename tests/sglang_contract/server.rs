@@ -38,7 +38,7 @@ pub struct Request {
 pub struct Server {
     address: SocketAddr,
     requests: Arc<Mutex<Vec<Request>>>,
-    /// Connections whose client has gone while the server waited.
+    /// Connections whose client has closed them, too.
     pub closed_by_client: watch::Receiver<usize>,
 }
 
@@ -109,8 +109,11 @@ async fn serve(
         }
         match answer {
             Some(Answer::Keep(..)) => {}
-            Some(Answer::Close(..)) | None => return,
-            Some(Answer::Hang(_)) => {
+            None => return,
+            Some(Answer::Close(..) | Answer::Hang(_)) => {
+                if matches!(answer, Some(Answer::Close(..))) {
+                    let _ = socket.shutdown().await;
+                }
                 let mut rest = [0; 64];
                 while matches!(socket.read(&mut rest).await, Ok(n) if n > 0) {}
                 closed.send_modify(|n| *n += 1);

@@ -3,7 +3,6 @@
 
 use std::{
     collections::HashMap,
-    net::SocketAddr,
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -17,7 +16,7 @@ use tokio::{net::TcpListener, runtime::Runtime, sync::watch};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
-use crate::LONG;
+use crate::{LONG, Port};
 
 #[derive(Clone, Debug)]
 pub enum Said {
@@ -42,17 +41,17 @@ struct Inner {
 pub struct FakeControl {
     inner: Arc<Mutex<Inner>>,
     news: Arc<watch::Sender<u64>>,
-    address: SocketAddr,
+    port: Arc<Port>,
     /// A runtime of its own, so that its end closes every connection.
     serving: Arc<Mutex<Option<Runtime>>>,
 }
 
 impl FakeControl {
     pub async fn start() -> Self {
-        let mut control = Self {
+        let control = Self {
             inner: Arc::default(),
             news: Arc::new(watch::Sender::new(0)),
-            address: "127.0.0.1:0".parse().unwrap(),
+            port: Arc::new(Port::reserve()),
             serving: Arc::default(),
         };
         control.listen().await;
@@ -60,19 +59,11 @@ impl FakeControl {
     }
 
     pub fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("http://{}", self.port.address())
     }
 
-    pub async fn listen(&mut self) {
-        let listener = loop {
-            match std::net::TcpListener::bind(self.address) {
-                Ok(listener) => break listener,
-                // The one before is on its way out.
-                Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
-            }
-        };
-        listener.set_nonblocking(true).unwrap();
-        self.address = listener.local_addr().unwrap();
+    pub async fn listen(&self) {
+        let listener = self.port.listen().await.into_std().unwrap();
         let service = ReplicaServiceServer::new(self.clone());
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)

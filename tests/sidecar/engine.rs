@@ -3,7 +3,6 @@
 
 use std::{
     convert::Infallible,
-    net::SocketAddr,
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -14,10 +13,9 @@ use http_body_util::Full;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
-use tokio::{
-    net::TcpListener,
-    task::{JoinHandle, JoinSet},
-};
+use tokio::task::{JoinHandle, JoinSet};
+
+use crate::Port;
 
 macro_rules! recorded {
     ($name:literal) => {
@@ -50,7 +48,7 @@ pub struct Says {
 }
 
 pub struct FakeEngine {
-    pub address: SocketAddr,
+    port: Port,
     says: Arc<Mutex<Says>>,
     serving: Option<JoinHandle<()>>,
     connections: Arc<Mutex<JoinSet<()>>>,
@@ -72,7 +70,7 @@ impl FakeEngine {
             asked: Vec::new(),
         };
         let mut engine = Self {
-            address: "127.0.0.1:0".parse().unwrap(),
+            port: Port::reserve(),
             says: Arc::new(Mutex::new(says)),
             serving: None,
             connections: Arc::default(),
@@ -82,7 +80,7 @@ impl FakeEngine {
     }
 
     pub fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("http://{}", self.port.address())
     }
 
     pub fn say<T>(&self, change: impl FnOnce(&mut Says) -> T) -> T {
@@ -90,8 +88,7 @@ impl FakeEngine {
     }
 
     pub async fn listen(&mut self) {
-        let listener = TcpListener::bind(self.address).await.unwrap();
-        self.address = listener.local_addr().unwrap();
+        let listener = self.port.listen().await;
         let says = Arc::clone(&self.says);
         let connections = Arc::clone(&self.connections);
         self.serving = Some(tokio::spawn(async move {
