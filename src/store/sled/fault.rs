@@ -26,6 +26,10 @@ impl From<io::Error> for Fault {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::DiskFull,
+            // A handle of sled's that is not quite gone yet holds its file.
+            _ if error.to_string().contains("could not acquire lock") => {
+                Self::Io(error.to_string())
+            }
             // sled says so of what it cannot read.
             io::ErrorKind::InvalidData
             | io::ErrorKind::InvalidInput

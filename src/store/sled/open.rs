@@ -9,10 +9,10 @@
 //! DIR/quarantine-N/   files that did not open, kept for a person
 //! ```
 //!
-//! The first try is made in place. If sled refuses or panics, or if the scan
-//! finds a loss, further tries are made on copies: without `*.generating`, then
-//! without `snap.*`, from which sled rebuilds what it needs. What does not open
-//! then is put into quarantine. A loss is never passed over: the store refuses
+//! Snapshots that sled had not finished are removed first. A first try is made
+//! in place; if sled refuses or panics, or if the scan finds a loss, a second
+//! one is made on a copy without `snap.*`, which sled then builds anew from its
+//! log. What does not open either way is put into quarantine. A loss is never passed over: the store refuses
 //! to start and says what to do, until it is told to accept the loss; that is
 //! counted and begins a new epoch.
 
@@ -230,7 +230,7 @@ enum Tried {
 
 /// With less free space than this, a failure to open is laid to the disk and
 /// not to the files.
-const ROOM_TO_OPEN: u64 = 4 << 20;
+const ROOM_TO_OPEN: u64 = 1 << 20;
 
 /// The first try that loses nothing; else the one that loses least.
 fn first_good(paths: &Paths, options: &SledOptions, found: &Found) -> Result<Tried, OpenError> {
@@ -245,6 +245,7 @@ fn first_good(paths: &Paths, options: &SledOptions, found: &Found) -> Result<Tri
             1 + scan.missing() + cut
         }
     };
+    remove_unfinished(&paths.sled()).map_err(|e| paths.unusable(e))?;
     let (lost_first, fault) = match try_open(&paths.sled(), options) {
         Ok((db, scan)) => match lost(&scan) {
             0 => return Ok(Tried::Opened(db, Box::new(scan))),
@@ -263,16 +264,13 @@ fn first_good(paths: &Paths, options: &SledOptions, found: &Found) -> Result<Tri
         }
     };
     tracing::warn!(?fault, "the store did not open whole; trying on a copy");
-    for put_aside in [&["generating"][..], &["generating", "snap"][..]] {
-        let copied = copy_without(&paths.sled(), &paths.retry(), put_aside)
-            .map_err(|e| paths.unusable(format!("a copy to try on cannot be made: {e}")))?;
-        if copied == 0 {
-            continue;
-        }
-        let Ok((db, scan)) = try_open(&paths.retry(), options) else {
-            continue;
-        };
-        if lost(&scan) < lost_first && close(db).is_ok() {
+    let copied = copy_without_snapshots(&paths.sled(), &paths.retry())
+        .map_err(|e| paths.unusable(format!("a copy to try on cannot be made: {e}")))?;
+    if copied > 0
+        && let Ok((db, scan)) = try_open(&paths.retry(), options)
+    {
+        let lost_now = lost(&scan);
+        if close(db).is_ok() && lost_now < lost_first {
             let quarantine = paths.free_quarantine();
             fs::rename(paths.sled(), &quarantine)
                 .and_then(|()| fs::rename(paths.retry(), paths.sled()))
@@ -282,7 +280,6 @@ fn first_good(paths: &Paths, options: &SledOptions, found: &Found) -> Result<Tri
                 quarantine = %quarantine.display(),
                 "the store opened without sled's snapshot; the old files are kept"
             );
-            break;
         }
     }
     remove_all(&paths.retry());
@@ -314,20 +311,38 @@ fn try_open(dir: &Path, options: &SledOptions) -> Result<(::sled::Db, Scan), Fau
     })
 }
 
-/// Copies sled's files, except those that are put aside; says how many were.
-fn copy_without(from: &Path, to: &Path, kinds: &[&str]) -> io::Result<usize> {
+/// Removes snapshots that sled had not finished writing, which would keep it
+/// from opening for ever. It writes them under this name and renames them when
+/// they are whole, so nothing is lost with them.
+fn remove_unfinished(dir: &Path) -> io::Result<()> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(e),
+    };
+    for entry in entries {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with("snap.") && name.ends_with(".generating") {
+            tracing::warn!(name, "removing a snapshot that sled had not finished");
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies sled's files, except its snapshots; says how many of those there are.
+fn copy_without_snapshots(from: &Path, to: &Path) -> io::Result<usize> {
     remove_all(to);
     fs::create_dir(to)?;
     let mut put_aside = 0;
     for entry in fs::read_dir(from)? {
         let entry = entry?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let generating = name.ends_with(".generating") || name.ends_with(".in___motion");
-        let snapshot = name.starts_with("snap.");
-        if (generating && kinds.contains(&"generating")) || (snapshot && kinds.contains(&"snap")) {
+        let name = entry.file_name();
+        if entry.file_type()?.is_dir() {
+            put_aside += copy_without_snapshots(&entry.path(), &to.join(&name))?;
+        } else if name.to_string_lossy().starts_with("snap.") {
             put_aside += 1;
-        } else if entry.file_type()?.is_dir() {
-            copy_without(&entry.path(), &to.join(&name), &[])?;
         } else {
             fs::copy(entry.path(), to.join(&name))?;
             File::open(to.join(&name))?.sync_all()?;

@@ -1,0 +1,61 @@
+//! Kills at every step of the committer and at random times.
+
+use std::{io::Read, time::Duration};
+
+use berth::store::sled::{SledOptions, SledStore, Step};
+
+use super::{
+    Rng, count,
+    driver::{History, Plan},
+};
+
+#[tokio::test]
+async fn nothing_acknowledged_is_lost_when_the_process_dies() {
+    let cycles = count("BERTH_STORE_CYCLES", 21);
+    let dir = tempfile::tempdir().unwrap();
+    let store_dir = dir.path().join("store");
+    let mut rng = Rng(0x5eed);
+    let mut history = History::default();
+    let mut died = 0;
+    for cycle in 0..cycles {
+        // Two of three at a step, the third at some time.
+        let step = Step::ALL[(cycle / 3) as usize % Step::ALL.len()];
+        let plan = Plan {
+            seed: cycle + 1,
+            callers: 6,
+            requests: 60,
+            keys: 60 + 20 * (cycle + 1),
+            die: (cycle % 3 != 2).then(|| (step, 1 + rng.below(60))),
+            relaxed: false,
+        };
+        let journal = dir.path().join(format!("journal-{cycle}"));
+        let mut driver = plan.start(&store_dir, &journal);
+        if plan.die.is_none() {
+            tokio::time::sleep(Duration::from_millis(20 + rng.below(150))).await;
+            driver.kill().unwrap();
+        }
+        let mut errors = String::new();
+        driver
+            .stderr
+            .take()
+            .unwrap()
+            .read_to_string(&mut errors)
+            .unwrap();
+        let status = driver.wait().unwrap();
+        assert!(!errors.contains("panicked"), "cycle {cycle}: {errors}");
+        died += u64::from(!status.success());
+        if let Ok(journal) = std::fs::read_to_string(&journal) {
+            history.add(&journal);
+        }
+        let store = SledStore::open(&store_dir, SledOptions::default()).unwrap();
+        history.check(&store).await;
+        store.close().await.unwrap();
+    }
+    println!(
+        "{cycles} cycles, {died} of them killed: {} results and {} attempts acknowledged, 0 lost",
+        history.done.len(),
+        history.sent.len(),
+    );
+    assert!(died >= cycles / 2, "only {died} of {cycles} were killed");
+    assert!(history.done.len() as u64 > 10 * cycles);
+}
