@@ -11,13 +11,14 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
+    time::{Duration, SystemTime},
 };
 
 use berth::{
     ids::{BootId, ReplicaId},
     store::{
         Claim, Commit, Store,
-        sled::{Durability, SledOptions, SledStore, Step},
+        sled::{Clock, Durability, SledOptions, SledStore, Step, SystemClock},
     },
 };
 
@@ -33,6 +34,27 @@ pub(super) struct Plan {
     /// Dies when this step is reached for the so manieth time.
     pub(super) die: Option<(Step, u64)>,
     pub(super) relaxed: bool,
+    /// The least key.
+    pub(super) first_key: u64,
+    /// How far the driver's clocks are behind.
+    pub(super) hours_ago: u64,
+    pub(super) retention_hours: u64,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            seed: 1,
+            callers: 6,
+            requests: 60,
+            keys: 1000,
+            die: None,
+            relaxed: false,
+            first_key: 0,
+            hours_ago: 0,
+            retention_hours: 30,
+        }
+    }
 }
 
 impl Plan {
@@ -60,6 +82,9 @@ impl Plan {
             .env("BERTH_DRIVER_KEYS", self.keys.to_string())
             .env("BERTH_DRIVER_DIE", die)
             .env("BERTH_DRIVER_RELAXED", self.relaxed.to_string())
+            .env("BERTH_DRIVER_FIRST", self.first_key.to_string())
+            .env("BERTH_DRIVER_AGO", self.hours_ago.to_string())
+            .env("BERTH_DRIVER_RETENTION", self.retention_hours.to_string())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
         command
@@ -90,6 +115,9 @@ fn driver() {
         keys: number("KEYS"),
         die,
         relaxed: text("RELAXED") == "true",
+        first_key: number("FIRST"),
+        hours_ago: number("AGO"),
+        retention_hours: number("RETENTION"),
     };
     let journal = OpenOptions::new()
         .append(true)
@@ -102,6 +130,24 @@ fn driver() {
         .build()
         .unwrap();
     runtime.block_on(drive(plan, dir.as_ref(), journal));
+}
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+/// A clock that is behind.
+#[derive(Debug)]
+struct Behind {
+    clock: SystemClock,
+    by: Duration,
+}
+
+impl Clock for Behind {
+    fn wall(&self) -> SystemTime {
+        self.clock.wall() - self.by
+    }
+    fn monotonic(&self) -> Duration {
+        self.clock.monotonic()
+    }
 }
 
 fn options(plan: &Plan) -> SledOptions {
@@ -122,6 +168,17 @@ fn options(plan: &Plan) -> SledOptions {
             }) as _
         }),
         free_space_floor: 0,
+        retention: HOUR * plan.retention_hours as u32,
+        // Expiry begins at once; a sync that may be late comes very late.
+        tick: if plan.relaxed {
+            HOUR
+        } else {
+            Duration::from_millis(20)
+        },
+        clock: Arc::new(Behind {
+            clock: SystemClock::default(),
+            by: HOUR * plan.hours_ago as u32,
+        }),
         ..SledOptions::default()
     }
 }
@@ -139,11 +196,17 @@ async fn drive(plan: Plan, dir: &Path, journal: File) {
     note(format!("boot {}", grant.unwrap().incarnation));
     let callers: Vec<_> = (0..plan.callers)
         .map(|caller| {
-            let (store, note) = (Arc::clone(&store), note.clone());
+            let (store, note, plan) = (Arc::clone(&store), note.clone(), plan.clone());
             let mut rng = Rng(plan.seed.wrapping_mul(1000) + caller + 1);
             tokio::spawn(async move {
                 for _ in 0..plan.requests {
-                    one(&store, rng.below(plan.keys), &mut rng, &note).await;
+                    one(
+                        &store,
+                        plan.first_key + rng.below(plan.keys),
+                        &mut rng,
+                        &note,
+                    )
+                    .await;
                 }
             })
         })

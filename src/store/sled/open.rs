@@ -165,6 +165,8 @@ pub(super) fn open_locked(paths: &Paths, options: &SledOptions) -> Result<Opened
             });
         }
         tracing::error!(reason, "starting although records of the store are lost");
+        let (db, scan) = rebuild(paths, options, db)?;
+        return settle(paths, options, db, scan, &found, loss);
     }
     settle(paths, options, db, scan, &found, loss)
 }
@@ -309,6 +311,42 @@ fn try_open(dir: &Path, options: &SledOptions) -> Result<(::sled::Db, Scan), Fau
         let scan = scan(&db)?;
         Ok((db, scan))
     })
+}
+
+/// Copies what is left into new files, and keeps the old ones: sled may lose
+/// more of a log that it has once misread.
+fn rebuild(
+    paths: &Paths,
+    options: &SledOptions,
+    old: ::sled::Db,
+) -> Result<(::sled::Db, Scan), OpenError> {
+    let fail = |fault: Fault| paths.unusable(fault);
+    remove_all(&paths.retry());
+    let (new, _) = try_open(&paths.retry(), options).map_err(fail)?;
+    let copied = guarded(|| {
+        for item in old.iter() {
+            let (key, value) = item?;
+            new.insert(key, value)?;
+        }
+        Ok(())
+    });
+    if let Err(fault @ (Fault::DiskFull | Fault::Io(_))) = copied {
+        return Err(fail(fault));
+    }
+    // Where sled cannot read on, what was copied until then is what is left.
+    guarded(|| new.flush().map(drop)).map_err(fail)?;
+    close(new).map_err(fail)?;
+    let _ = close(old);
+    let quarantine = paths.free_quarantine();
+    File::open(paths.retry().join("db"))
+        .and_then(|log| log.sync_all())
+        .and_then(|()| sync_dir(&paths.retry()))
+        .and_then(|()| fs::rename(paths.sled(), &quarantine))
+        .and_then(|()| fs::rename(paths.retry(), paths.sled()))
+        .and_then(|()| sync_dir(&paths.dir))
+        .map_err(|e| paths.unusable(e))?;
+    tracing::warn!(quarantine = %quarantine.display(), "the damaged files are kept");
+    try_open(&paths.sled(), options).map_err(fail)
 }
 
 /// Removes snapshots that sled had not finished writing, which would keep it
