@@ -251,6 +251,11 @@ async fn serve(
         }
     };
     close(&parts).await;
+    parts
+        .store
+        .close()
+        .await
+        .context("the store did not close well")?;
     result.context("the gRPC server failed")
 }
 

@@ -48,6 +48,17 @@ impl Cli {
     }
 }
 
+/// Logging of the subcommands that run beside an engine.
+#[derive(Debug, clap::Args)]
+struct LogArgs {
+    /// Log format.
+    #[arg(long, env = "BERTH_LOG_FORMAT", value_enum, default_value = "human")]
+    log_format: crate::config::LogFormat,
+    /// What to log, as tracing's filters are written.
+    #[arg(long, env = "BERTH_LOG", default_value = "info")]
+    log: String,
+}
+
 /// Sets up logging, once for the process, to standard error.
 ///
 /// # Errors

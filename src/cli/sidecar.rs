@@ -38,6 +38,8 @@ pub struct Args {
     /// From SIGTERM to the end at most; what runs may finish within it.
     #[arg(long, env = "BERTH_SIDECAR_DRAIN_TIMEOUT", default_value = "30s", value_parser = humantime::parse_duration)]
     drain_timeout: Duration,
+    #[command(flatten)]
+    log: super::LogArgs,
 }
 
 #[derive(Debug, clap::Args)]
@@ -103,6 +105,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         drain_timeout: args.drain_timeout,
         ..SidecarConfig::new(args.control_plane, args.engine_url, replica_id)
     };
+    super::log(args.log.log_format, &args.log.log)?;
     let sidecar = Sidecar::new(config)?;
     let shutdown = CancellationToken::new();
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;

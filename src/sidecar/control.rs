@@ -7,10 +7,14 @@ use tonic::{
     Code, Status,
     transport::{Channel, Endpoint},
 };
+use tonic_types::StatusExt;
 
-use crate::proto::{
-    DeregisterReplicaRequest, Directive, HeartbeatRequest, RegisterReplicaRequest,
-    replica_service_client::ReplicaServiceClient,
+use crate::{
+    error::Reason,
+    proto::{
+        DeregisterReplicaRequest, Directive, HeartbeatRequest, RegisterReplicaRequest,
+        replica_service_client::ReplicaServiceClient,
+    },
 };
 
 /// Why a call did not succeed.
@@ -25,6 +29,10 @@ pub enum CallError {
     /// What was said is at fault, or not allowed: the same again will fail too.
     #[error("refused by the control plane: {0}")]
     Refused(String),
+    /// It has declared this start dead, which is final: only another boot id
+    /// helps.
+    #[error("the control plane has declared this start dead: {0}")]
+    Dead(String),
     /// It could not be reached or could not answer.
     #[error("the control plane does not answer: {0}")]
     Failed(String),
@@ -35,6 +43,7 @@ impl From<Status> for CallError {
         let said = format!("{:?}: {}", status.code(), status.message());
         match status.code() {
             Code::NotFound => Self::Unknown(said),
+            Code::FailedPrecondition if is(&status, Reason::IncarnationDead) => Self::Dead(said),
             Code::FailedPrecondition => Self::Stale(said),
             Code::InvalidArgument
             | Code::PermissionDenied
@@ -45,6 +54,12 @@ impl From<Status> for CallError {
             _ => Self::Failed(said),
         }
     }
+}
+
+fn is(status: &Status, reason: Reason) -> bool {
+    status
+        .get_details_error_info()
+        .is_some_and(|info| info.reason == reason.name())
 }
 
 /// A registration as the control plane took it.

@@ -69,9 +69,6 @@ pub struct Status {
 /// An engine that answers nothing this often in a row is reported unhealthy;
 /// one that is gone at once.
 const SILENT_LOOKS: u32 = 2;
-/// Registrations under one boot id that may come to nothing in a row: if the
-/// control plane has declared that start dead for good, only another helps.
-const DISOWNED: u32 = 2;
 /// Engines close a connection that is idle for 5 s: with beats further apart a
 /// loss says nothing.
 const KEEPALIVE: Duration = Duration::from_secs(4);
@@ -92,8 +89,6 @@ pub struct Sidecar {
     failures: u32,
     /// The engine should be asked again before the next registration.
     recheck: bool,
-    /// Registrations in a row after which not one beat was known.
-    unknown: u32,
     /// An operator asked for a drain.
     drain: bool,
     last: Option<Sighting>,
@@ -151,7 +146,6 @@ impl Sidecar {
             grant: None,
             failures: 0,
             recheck: false,
-            unknown: 0,
             drain: false,
             last: None,
             silent: 0,
@@ -321,6 +315,7 @@ impl Sidecar {
                 self.silent = 0;
                 Event::Registered
             }
+            Err(CallError::Dead(_)) => Event::Disowned,
             Err(error @ CallError::Refused(_)) => {
                 tracing::error!(replica = %self.config.replica_id, %error, "the registration is refused; it is tried again in {:?}", self.config.timing.refused_wait);
                 let wait = self.config.timing.refused_wait;
@@ -371,21 +366,16 @@ impl Sidecar {
             match self.control.heartbeat(beat).await {
                 Ok(directive) => {
                     self.failures = 0;
-                    self.unknown = 0;
                     self.drain = directive == Directive::Drain;
                     if directive == Directive::Reregister {
                         return self.again(Event::ReregisterAsked, &grant, shutdown).await;
                     }
                 }
                 Err(CallError::Unknown(_)) => {
-                    self.unknown += 1;
-                    let event = if self.unknown > DISOWNED {
-                        self.unknown = 0;
-                        Event::Disowned
-                    } else {
-                        Event::Unknown
-                    };
-                    return self.again(event, &grant, shutdown).await;
+                    return self.again(Event::Unknown, &grant, shutdown).await;
+                }
+                Err(CallError::Dead(_)) => {
+                    return self.again(Event::Disowned, &grant, shutdown).await;
                 }
                 Err(CallError::Stale(said)) => {
                     if let Found::Restarted = self.refresh().await {
@@ -541,7 +531,9 @@ impl Sidecar {
             let beat = self.heartbeat(grant.incarnation, WireState::Draining);
             let told = match self.control.heartbeat(beat).await {
                 Ok(_) => true,
-                Err(CallError::Unknown(_) | CallError::Stale(_)) => return false,
+                Err(CallError::Unknown(_) | CallError::Stale(_) | CallError::Dead(_)) => {
+                    return false;
+                }
                 Err(_) => {
                     unheard += 1;
                     unheard >= 3

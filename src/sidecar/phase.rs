@@ -81,7 +81,7 @@ impl Phase {
             (P::Waiting, E::EngineReady) => (P::Registering, Boot::Keep),
             (P::Registering, E::Registered) => (P::Beating, Boot::Keep),
             (P::Registering, E::RegisterFailed | E::RegisterRefused) => (self, Boot::Keep),
-            (P::Registering, E::EngineRestarted) => (self, Boot::Renew),
+            (P::Registering, E::EngineRestarted | E::Disowned) => (self, Boot::Renew),
             (P::Beating, E::Unknown | E::ReregisterAsked | E::FactsChanged) => {
                 (P::Registering, Boot::Keep)
             }

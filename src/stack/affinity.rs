@@ -46,7 +46,7 @@ use crate::{
 };
 
 /// Ranks that may refuse one sample before it is given up.
-const MAX_REFUSALS: u32 = 16;
+const MAX_REFUSALS: usize = 16;
 
 /// Times that an engine may end one sample early and have it continued.
 const MAX_CONTINUATIONS: u32 = 16;
@@ -297,11 +297,36 @@ struct SampleRun<'a, S> {
     attempts: Vec<AttemptReceipt>,
     /// Ranks where it failed.
     avoid: Vec<RankSlot>,
-    refusals: u32,
+    /// Of those, the ones where nobody listens.
+    refused: Vec<RankSlot>,
     losses: u32,
     continuations: u32,
     pause: Duration,
     last: Option<Error>,
+}
+
+/// What a failed attempt may have left at its engine.
+#[derive(Clone, Copy)]
+enum Left {
+    /// It was never sent.
+    Unsent,
+    /// Nothing: it was not taken, or the engine itself has ended it.
+    Nothing,
+    /// A copy that runs on.
+    Unknown,
+}
+
+impl Left {
+    fn by(failure: &Failure) -> Self {
+        match failure {
+            Failure::Lost(_) | Failure::BadReply(_) | Failure::Stopped => Self::Unknown,
+            Failure::Refused(_)
+            | Failure::Busy { .. }
+            | Failure::Rejected(_)
+            | Failure::Aborted(_) => Self::Nothing,
+            Failure::Fatal(_) => Self::Unsent,
+        }
+    }
 }
 
 /// What to do after a failed attempt.
@@ -339,7 +364,7 @@ where
             number,
             attempts: Vec::new(),
             avoid: Vec::new(),
-            refusals: 0,
+            refused: Vec::new(),
             losses: 0,
             continuations: 0,
             pause: FIRST_PAUSE,
@@ -388,12 +413,16 @@ where
             let next = match self.layer.inner.clone().call(attempt).await {
                 Ok(done) => Next::Accept(Box::new(done)),
                 Err(failed) => {
-                    let fenced = self.fence(&failed.failure, &chosen.rank, &id).await;
-                    let next = self.after(failed, &chosen, base);
-                    // A reason to give up is told before a copy that may live on.
-                    match (next, fenced) {
-                        (Next::Fail(error), _) | (_, Err(error)) => Next::Fail(error),
-                        (next, Ok(())) => next,
+                    let left = Left::by(&failed.failure);
+                    match self.after(failed, &chosen, base) {
+                        // The attempt's own end is the sample's.
+                        accepted @ Next::Accept(_) => accepted,
+                        next => match (next, self.fence(left, &chosen.rank, &id).await) {
+                            // A reason to give up is told before a copy that may
+                            // live on.
+                            (Next::Fail(error), _) | (_, Err(error)) => Next::Fail(error),
+                            (next, Ok(())) => next,
+                        },
                     }
                 }
             };
@@ -416,24 +445,19 @@ where
     /// Makes sure that a failed attempt runs nowhere, and writes that down.
     async fn fence(
         &self,
-        failure: &Failure,
+        left: Left,
         rank: &RoutedRank,
         id: &EngineRequestId,
     ) -> Result<(), Error> {
-        match failure {
-            Failure::Lost(_) | Failure::BadReply(_) | Failure::Stopped => {
+        match left {
+            Left::Unsent => return Ok(()),
+            Left::Nothing => {}
+            Left::Unknown => {
                 self.layer
                     .fence
                     .attempt(&rank.target, &rank.url, id)
                     .await?;
             }
-            // Nothing was taken, or the engine itself has ended it.
-            Failure::Refused(_)
-            | Failure::Busy { .. }
-            | Failure::Rejected(_)
-            | Failure::Aborted(_) => {}
-            // Nothing was sent.
-            Failure::Fatal(_) => return Ok(()),
         }
         let journal = &self.resolved.work.journal;
         journal.fence(self.index, self.number).await
@@ -465,6 +489,9 @@ where
         let mut chosen = self
             .layer
             .choose(self.resolved, 1, &self.avoid)
+            // Nobody is left who has not failed: one that is there and broke off
+            // once is better than none.
+            .or_else(|_| self.layer.choose(self.resolved, 1, &self.refused))
             .map_err(|none| self.last.clone().unwrap_or(none))?;
         if chosen.rank.slot == slot {
             // The same rank again: the reason is still the first one.
@@ -516,10 +543,10 @@ where
             Failure::Refused(message) => {
                 self.layer.fleet.unreachable(target);
                 self.avoid.push(chosen.rank.slot);
-                self.refusals += 1;
+                self.refused.push(chosen.rank.slot);
                 let error = lost(target, "refuses connections", &message);
                 self.last = Some(error.clone());
-                if self.refusals >= MAX_REFUSALS {
+                if self.refused.len() >= MAX_REFUSALS {
                     return Next::Fail(error);
                 }
                 let kept = self.keep(tokens, base, base);

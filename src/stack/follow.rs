@@ -202,6 +202,10 @@ fn routes(samples: &[Progress], outcome: Option<&Outcome>) -> Option<Vec<RouteRe
 
 impl Cursor {
     fn advance(&mut self, sample: u32, progress: &Progress) -> Option<Event> {
+        // Nothing runs, or nothing had to: then the result is all there is.
+        if progress.attempt == 0 {
+            return None;
+        }
         if self.attempt != progress.attempt {
             let first = self.attempt == 0;
             // Of all attempts since, the one that kept the least counts.
@@ -384,6 +388,31 @@ mod tests {
         assert_eq!(end.reason, Reason::Deadline);
         assert!(follower.next().await.is_none());
         drop(generation);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_replay_is_told_once() {
+        let (generation, ticket) = Generation::begin(None, 1, 8);
+        let mut finished = done().unwrap();
+        Arc::get_mut(&mut finished.completion)
+            .unwrap()
+            .samples
+            .push(crate::call::SampleOutput {
+                tokens: vec![1, 2, 3],
+                logprobs: None,
+                top_logprobs: None,
+                text: None,
+                stop_reason: crate::call::StopReason::Length,
+                matched: None,
+                weight_spans: Vec::new(),
+                routed_experts: None,
+                usage: Default::default(),
+                route: receipt(),
+            });
+        generation.end(Ok(finished));
+        let mut follower = Follower::new(ticket, QUIET);
+        assert_eq!(read(&mut follower, 3).await, [1, 2, 3]);
+        assert!(follower.next().await.is_none());
     }
 
     #[tokio::test(start_paused = true)]

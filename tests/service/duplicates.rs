@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use berth::proto::{
     CancelSampleRequest, GenerationState, GetSampleRequest, SampleRequest, sample_request::Prompt,
+    sampling_service_client::SamplingServiceClient,
 };
 use futures_util::future::join_all;
 use tonic::Code;

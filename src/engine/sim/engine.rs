@@ -73,6 +73,8 @@ pub(super) struct Engine {
     pub(super) tasks: TaskTracker,
     pub(super) ranks: Vec<RankLink>,
     pub(super) clock: Clock,
+    /// Seconds that the start is said to have taken: a number of its own.
+    pub(super) startup: f64,
     pub(super) history: Arc<Mutex<History>>,
     pub(super) paused: watch::Sender<bool>,
     /// A message went to a dead rank: nothing is dispatched any more.
@@ -171,6 +173,8 @@ impl Engine {
             tasks,
             ranks,
             clock,
+            // 53 bits: as many as a JSON number holds.
+            startup: (uuid::Uuid::new_v4().as_u64_pair().1 & ((1 << 53) - 1)) as f64 * 1e-15,
             history,
             paused: watch::Sender::new(false),
             wedged: AtomicBool::new(false),

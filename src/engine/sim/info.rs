@@ -28,6 +28,8 @@ pub(super) fn server(engine: &Engine) -> Value {
         "max_req_input_len": config.max_req_input_len(),
         "internal_states": states,
         "version": VERSION,
+        // No two starts have the same: a sidecar tells a restart by it.
+        "startup_time": { "tokenizer_e2e": engine.startup },
     });
     extend(&mut all, more);
     Value::Object(all)
@@ -92,7 +94,7 @@ fn arguments(engine: &Engine) -> Map<String, Value> {
             "disable_cuda_graph": !config.cuda_graphs,
             "disable_overlap_schedule": true,
             "enable_return_routed_experts": false,
-            "enable_deterministic_inference": false,
+            "enable_deterministic_inference": true,
             "speculative_algorithm": null,
             "random_seed": 0,
             "load_snapshot_publish_interval": 15,
@@ -144,6 +146,9 @@ pub(super) fn model(engine: &Engine) -> Value {
         "has_audio_understanding": false,
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
+        // Not the real one's: there it stands in the model's config.json, which a
+        // simulated model has not.
+        "vocab_size": engine.config.vocab_size,
     })
 }
 
