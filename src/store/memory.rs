@@ -378,8 +378,4 @@ impl Store for MemoryStore {
     fn epoch(&self) -> u64 {
         self.epoch
     }
-
-    fn close(&self) -> BoxFuture<'_, Result<(), StoreError>> {
-        Box::pin(async { Ok(()) })
-    }
 }
