@@ -94,7 +94,7 @@ impl Backend for Sled {
 }
 
 mod suite {
-    use std::{sync::Arc, time::Duration};
+    use std::{sync::Arc, task::Poll, time::Duration};
 
     use berth::{
         error::{Error, Reason},
@@ -165,6 +165,31 @@ mod suite {
             }
         }
         assert_eq!(won, 1);
+    }
+
+    pub(super) async fn a_claim_that_nobody_awaits_is_given_back(backend: &mut dyn Backend) {
+        let store = backend.store();
+        for round in 0..100 {
+            let mut claim = store.claim(request(1, OWNER, 1));
+            for _ in 0..round % 4 {
+                if let Poll::Ready(claim) = futures_util::poll!(&mut claim) {
+                    assert!(matches!(claim, Ok(Claim::Claimed(_))), "{claim:?}");
+                    store.release(key(1), OWNER).await.unwrap();
+                    break;
+                }
+                tokio::task::yield_now().await;
+            }
+            drop(claim);
+            let deadline = tokio::time::Instant::now() + Duration::from_secs(20);
+            while let Claim::Running { .. } = store.claim(request(1, OTHER, 1)).await.unwrap() {
+                assert!(
+                    tokio::time::Instant::now() < deadline,
+                    "round {round}: kept for ever"
+                );
+                tokio::task::yield_now().await;
+            }
+            store.release(key(1), OTHER).await.unwrap();
+        }
     }
 
     pub(super) async fn a_key_stands_for_one_request(backend: &mut dyn Backend) {
@@ -488,6 +513,7 @@ macro_rules! contracts {
             a_key_goes_from_claim_to_replay
             one_owner_at_a_time
             a_hundred_claims_have_one_winner
+            a_claim_that_nobody_awaits_is_given_back
             a_key_stands_for_one_request
             tenants_do_not_meet
             attempts_follow_each_other

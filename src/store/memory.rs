@@ -8,7 +8,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use futures_util::future::{BoxFuture, FutureExt, ready};
+use futures_util::future::{BoxFuture, FutureExt};
 use tokio::time::Instant;
 
 use super::{
@@ -299,7 +299,7 @@ fn finished_of(
 
 impl Store for MemoryStore {
     fn claim(&self, request: ClaimRequest) -> BoxFuture<'_, Result<Claim, StoreError>> {
-        ready(self.claim_now(request)).boxed()
+        async move { self.claim_now(request) }.boxed()
     }
 
     fn dispatch(
@@ -314,7 +314,7 @@ impl Store for MemoryStore {
             sample,
             attempt,
         };
-        ready(self.lock().apply(key, command).map(drop)).boxed()
+        async move { self.lock().apply(key, command).map(drop) }.boxed()
     }
 
     fn commit(
@@ -325,7 +325,7 @@ impl Store for MemoryStore {
         attempt: u32,
         finished: FinishedSample,
     ) -> BoxFuture<'_, Result<Commit, StoreError>> {
-        ready(self.commit_now(key, owner, sample, attempt, finished)).boxed()
+        async move { self.commit_now(key, owner, sample, attempt, finished) }.boxed()
     }
 
     fn fence(
@@ -340,7 +340,7 @@ impl Store for MemoryStore {
             sample,
             attempt,
         };
-        ready(self.lock().apply(key, command).map(drop)).boxed()
+        async move { self.lock().apply(key, command).map(drop) }.boxed()
     }
 
     fn fail(
@@ -350,21 +350,21 @@ impl Store for MemoryStore {
         error: Error,
     ) -> BoxFuture<'_, Result<(), StoreError>> {
         let command = Command::Fail { owner, error };
-        ready(self.lock().apply(key, command).map(drop)).boxed()
+        async move { self.lock().apply(key, command).map(drop) }.boxed()
     }
 
     fn release(&self, key: KeyHash, owner: OwnerId) -> BoxFuture<'_, Result<(), StoreError>> {
         let command = Command::Release { owner };
-        ready(self.lock().apply(key, command).map(drop)).boxed()
+        async move { self.lock().apply(key, command).map(drop) }.boxed()
     }
 
     fn read(&self, key: KeyHash) -> BoxFuture<'_, Result<Option<Claim>, StoreError>> {
-        let claim = self
-            .lock()
-            .keys
-            .get(&key)
-            .map(|entry| as_claim(&entry.record, entry.record.state()));
-        ready(Ok(claim)).boxed()
+        async move {
+            let state = self.lock();
+            let entry = state.keys.get(&key);
+            Ok(entry.map(|entry| as_claim(&entry.record, entry.record.state())))
+        }
+        .boxed()
     }
 
     fn incarnation(
@@ -372,7 +372,7 @@ impl Store for MemoryStore {
         replica: ReplicaId,
         boot: BootId,
     ) -> BoxFuture<'_, Result<IncarnationGrant, StoreError>> {
-        ready(Ok(self.incarnation_now(replica, boot))).boxed()
+        async move { Ok(self.incarnation_now(replica, boot)) }.boxed()
     }
 
     fn epoch(&self) -> u64 {

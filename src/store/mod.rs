@@ -262,7 +262,8 @@ impl From<life::Rejection> for StoreError {
 /// A store. Every write that answers `Ok` is as durable as configured; all of
 /// them may be called at once from any task.
 pub trait Store: Send + Sync + 'static {
-    /// Takes ownership of a key, or says why not.
+    /// Takes ownership of a key, or says why not. A claim whose future is
+    /// dropped before it answers is given back.
     fn claim(&self, request: ClaimRequest) -> BoxFuture<'_, Result<Claim, StoreError>>;
 
     /// An attempt is about to be sent: durable before this answers. `attempt`

@@ -13,6 +13,9 @@ pub(super) enum Fault {
     /// No space is left.
     #[error("the disk is full")]
     DiskFull,
+    /// A handle holds sled's lock.
+    #[error("sled's files are in use")]
+    InUse,
     /// The machine refuses: permissions, a failing disk, a file system that is
     /// not there. The data may be whole.
     #[error("the disk failed: {0}")]
@@ -26,10 +29,8 @@ impl From<io::Error> for Fault {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::DiskFull,
-            // A handle of sled's that is not quite gone yet holds its file.
-            _ if error.to_string().contains("could not acquire lock") => {
-                Self::Io(error.to_string())
-            }
+            // sled tells it by this text alone.
+            _ if error.to_string().contains("could not acquire lock") => Self::InUse,
             // sled says so of what it cannot read.
             io::ErrorKind::InvalidData
             | io::ErrorKind::InvalidInput

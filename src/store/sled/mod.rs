@@ -64,6 +64,8 @@ const QUEUE_KIB: u32 = 128 << 10;
 const REQUEST_KIB: u32 = 2;
 /// Bodies that are read at once.
 const READERS: usize = 8;
+/// A larger result is encoded off the runtime's workers.
+const INLINE_BYTES: u64 = 256 << 10;
 /// The longest name in a request, and the longest message of a stored failure.
 const MAX_NAME: usize = 512;
 const MAX_MESSAGE: usize = 2048;
@@ -272,15 +274,14 @@ impl SledStore {
         finished: FinishedSample,
     ) -> Result<Commit, StoreError> {
         let len = finished.encoded_len()?;
-        let body = if len <= self.max_result_bytes {
-            Some(
-                postcard::to_stdvec(&finished)
-                    .map_err(|e| StoreError::Failed(format!("a result cannot be encoded: {e}")))?,
-            )
-        } else {
+        let body = if len > self.max_result_bytes {
             None
+        } else if len > INLINE_BYTES {
+            let encoded = tokio::task::spawn_blocking(move || encode(&finished)).await;
+            Some(encoded.map_err(|e| StoreError::Failed(e.to_string()))??)
+        } else {
+            Some(encode(&finished)?)
         };
-        drop(finished);
         let bytes = body.as_ref().map_or(0, Vec::len);
         let kib = u32::try_from(bytes / 1024).unwrap_or(u32::MAX);
         self.ask(kib.saturating_add(REQUEST_KIB), |answer| Request::Commit {
@@ -342,6 +343,11 @@ impl Drop for PendingClaim<'_> {
             });
         }
     }
+}
+
+fn encode(finished: &FinishedSample) -> Result<Vec<u8>, StoreError> {
+    postcard::to_stdvec(finished)
+        .map_err(|e| StoreError::Failed(format!("a result cannot be encoded: {e}")))
 }
 
 fn gone() -> StoreError {

@@ -20,6 +20,7 @@ use std::{
     fs::{self, File, OpenOptions},
     io,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use super::{
@@ -137,6 +138,11 @@ pub(super) fn open(paths: &Paths, options: &SledOptions) -> Result<(Opened, File
 /// The same for who holds the lock.
 pub(super) fn open_locked(paths: &Paths, options: &SledOptions) -> Result<Opened, OpenError> {
     let io = |e: io::Error| paths.unusable(e);
+    if paths.retry().exists() && !paths.sled().exists() {
+        // sled's files are moved away only when the copy is whole: the exchange
+        // was interrupted between its two steps.
+        fs::rename(paths.retry(), paths.sled()).map_err(io)?;
+    }
     let found = high_water::look(&paths.high_water()).map_err(io)?;
     let (db, scan, broken) = match first_good(paths, options, &found)? {
         Tried::Opened(db, scan) => (db, *scan, None),
@@ -257,7 +263,9 @@ fn first_good(paths: &Paths, options: &SledOptions, found: &Found) -> Result<Tri
                 (some, None)
             }
         },
-        Err(fault @ (Fault::DiskFull | Fault::Io(_))) => return Err(paths.unusable(fault)),
+        Err(fault @ (Fault::DiskFull | Fault::InUse | Fault::Io(_))) => {
+            return Err(paths.unusable(fault));
+        }
         Err(fault) => {
             if free_space(&paths.dir).map_err(|e| paths.unusable(e))? < ROOM_TO_OPEN {
                 return Err(paths.unusable(Fault::DiskFull));
@@ -287,7 +295,7 @@ fn first_good(paths: &Paths, options: &SledOptions, found: &Found) -> Result<Tri
     remove_all(&paths.retry());
     match try_open(&paths.sled(), options) {
         Ok((db, scan)) => Ok(Tried::Opened(db, Box::new(scan))),
-        Err(fault @ (Fault::DiskFull | Fault::Io(_))) => Err(paths.unusable(fault)),
+        Err(fault @ (Fault::DiskFull | Fault::InUse | Fault::Io(_))) => Err(paths.unusable(fault)),
         Err(again) => Ok(Tried::Broken(fault.unwrap_or(again))),
     }
 }
@@ -301,16 +309,28 @@ pub(super) fn close(db: ::sled::Db) -> Result<(), Fault> {
 }
 
 fn try_open(dir: &Path, options: &SledOptions) -> Result<(::sled::Db, Scan), Fault> {
-    guarded(|| {
-        let db = ::sled::Config::new()
-            .path(dir)
-            .cache_capacity(options.cache_bytes)
-            // The committer decides when: a flush of its own would sync late.
-            .flush_every_ms(None)
-            .open()?;
-        let scan = scan(&db)?;
-        Ok((db, scan))
-    })
+    let mut tries = 0;
+    loop {
+        let opened = guarded(|| {
+            let db = ::sled::Config::new()
+                .path(dir)
+                .cache_capacity(options.cache_bytes)
+                // The committer decides when: a flush of its own would sync late.
+                .flush_every_ms(None)
+                .open()?;
+            let scan = scan(&db)?;
+            Ok((db, scan))
+        });
+        // We hold the lock of the whole store, so a handle of our own that was
+        // just closed holds this one: sled's threads let go of it in a moment.
+        match opened {
+            Err(Fault::InUse) if tries < 500 => {
+                tries += 1;
+                std::thread::park_timeout(Duration::from_millis(10));
+            }
+            other => return other,
+        }
+    }
 }
 
 /// Copies what is left into new files, and keeps the old ones: sled may lose
@@ -330,7 +350,7 @@ fn rebuild(
         }
         Ok(())
     });
-    if let Err(fault @ (Fault::DiskFull | Fault::Io(_))) = copied {
+    if let Err(fault @ (Fault::DiskFull | Fault::InUse | Fault::Io(_))) = copied {
         return Err(fail(fault));
     }
     // Where sled cannot read on, what was copied until then is what is left.

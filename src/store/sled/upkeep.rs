@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{
     super::KeyHash,
     clock::to_ms,
-    committer::{Committer, Gathered},
+    committer::{Active, Committer, Gathered},
     decide::unencodable,
     fault::{Fault, guarded},
     frame::Damaged,
@@ -90,9 +90,11 @@ impl Committer {
             }
             gathered.batch.remove(key);
             gathered.writes += 1;
-            // Somebody works on it: looked at again a retention later.
+            // Where somebody works on it, it is looked at again a retention later.
             let mut again = now_ms.saturating_add(retention_ms.max(1));
-            if !self.active.contains_key(&hash) {
+            let owned = |active: &Active| active.record.owner.is_some();
+            let busy = gathered.dirty.contains(&hash) || self.active.get(&hash).is_some_and(owned);
+            if !busy {
                 let aged = self.aged(hash)?;
                 bytes += aged.bytes;
                 again = aged.fold.last_ms.saturating_add(retention_ms);
