@@ -181,7 +181,7 @@ fn size_of(dir: &Path) -> u64 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn space_is_bounded_by_what_is_live() {
     let total: u64 = std::env::var("BERTH_STORE_SPACE").map_or(6_000, |n| n.parse().unwrap());
-    let live = (total / 50).max(400);
+    let live = (total / 50).max(300);
     let dir = tempfile::tempdir().unwrap();
     let clock = HandClock::new();
     let options = SledOptions {
@@ -225,8 +225,10 @@ async fn space_is_bounded_by_what_is_live() {
         live_bytes / 1_000_000,
         stats.gaps
     );
-    // The floor is what sled takes before anything is reused.
-    let bound = (5 * live_bytes).max(24_000_000);
+    // The floor is what sled takes before anything is reused; all that was
+    // written is several times more.
+    let bound = (5 * live_bytes).max(10_000_000);
+    assert!(bound < total * 2_500);
     assert!(largest < bound, "{largest} bytes for {live_bytes} live");
     assert!(largest < 250_000_000);
     store.close().await.unwrap();
@@ -245,10 +247,10 @@ async fn results_of_a_megabyte_are_kept_in_small_chunks() {
     let dir = tempfile::tempdir().unwrap();
     let clock = HandClock::new();
     let store = SledStore::open(dir.path(), options(&clock)).unwrap();
-    for n in 0..8 {
+    for n in 0..5 {
         assert_eq!(generate(&store, n, 140_000).await, Commit::Stored);
     }
-    for n in 0..8 {
+    for n in 0..5 {
         assert!(is_result_of(
             &*done(&store, request(n, OWNER, 1)).await,
             n,
@@ -310,7 +312,7 @@ impl Drop for Tmpfs {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_disk_loses_nothing_and_heals_by_itself() {
     let dir = tempfile::tempdir().unwrap();
-    let Some(_mounted) = Tmpfs::mount(dir.path(), 24) else {
+    let Some(_mounted) = Tmpfs::mount(dir.path(), 16) else {
         eprintln!("SKIPPED: a small tmpfs cannot be mounted here (needs root)");
         return;
     };
@@ -351,7 +353,7 @@ async fn a_full_disk_loses_nothing_and_heals_by_itself() {
     // Fails when nothing is left, which is what is wanted.
     let _ = std::fs::write(&ballast, vec![1u8; 32 << 20]);
     let mut failed = 0;
-    for n in 2_000_000..2_002_000 {
+    for n in 2_000_000..2_001_000 {
         // Every answer that says stored must hold.
         let Ok(Claim::Claimed(_)) = store.claim(request(n, OWNER, 1)).await else {
             failed += 1;

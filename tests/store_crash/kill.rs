@@ -11,7 +11,7 @@ use super::{
 
 #[tokio::test]
 async fn nothing_acknowledged_is_lost_when_the_process_dies() {
-    let cycles = count("BERTH_STORE_CYCLES", 14);
+    let cycles = count("BERTH_STORE_CYCLES", 8);
     let dir = tempfile::tempdir().unwrap();
     let store_dir = dir.path().join("store");
     let mut rng = Rng(0x5eed);

@@ -414,7 +414,7 @@ async fn nothing_acknowledged_is_lost_with_the_power() {
         eprintln!("{NO_STRACE}");
         return;
     }
-    let images = count("BERTH_STORE_IMAGES", 12);
+    let images = count("BERTH_STORE_IMAGES", 8);
     let dir = tempfile::tempdir().unwrap();
     let (base, trace, before) = record(dir.path(), &plan(6, 30));
     let mut files = BTreeMap::new();

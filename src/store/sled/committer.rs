@@ -36,9 +36,10 @@ use super::{
     decide::{refuse, unencodable},
     fault::{Fault, guarded},
     high_water::HighWater,
-    open::{self, Opened, Paths, put_gap},
+    open::{Opened, Paths, put_gap},
     options::{Durability, SledOptions, Step, StoreStats},
     record::{BodyRef, Lookup, StoredReplica},
+    salvage::close,
     sequence::Sequence,
 };
 use crate::ids::{BootId, ReplicaId, Tenant};
@@ -255,7 +256,7 @@ impl Committer {
             .and_then(|()| Ok(live.high_water.advance(live.sequence.next() - 1)?))
             .and_then(|()| Ok(live.high_water.sync()?));
         closed
-            .and(open::close(db))
+            .and(close(db))
             .map_err(|fault| StoreError::Failed(fault.to_string()))
     }
 

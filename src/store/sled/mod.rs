@@ -17,9 +17,11 @@ mod high_water;
 mod layout;
 mod open;
 mod options;
+mod pending;
 mod record;
 mod recover;
 mod replicas;
+mod salvage;
 mod scan;
 mod sequence;
 mod upkeep;
@@ -47,6 +49,7 @@ use self::{
     fault::guarded,
     frame::Damaged,
     open::Paths,
+    pending::PendingClaim,
     record::{BodyRef, Lookup, Progress},
 };
 use super::{
@@ -234,16 +237,10 @@ impl SledStore {
             let (key, owner) = (request.key, request.owner);
             self.send(REQUEST_KIB, Request::Claim(request.clone(), answer))
                 .await?;
-            let mut pending = PendingClaim {
-                store: self,
-                key,
-                owner,
-                answered: Some(answered),
-                owned: false,
-            };
+            let mut pending = PendingClaim::new(&self.queue, key, owner, answered);
             let lookup = pending.answer().await?;
             if let Some(claim) = self.complete(key, lookup).await? {
-                pending.owned = false;
+                pending.received();
                 return Ok(claim);
             }
         }
@@ -301,47 +298,6 @@ impl Drop for SledStore {
         // The thread ends when the last sender is gone; nobody waits for it
         // here, since this may run on a worker of the runtime.
         drop(self.thread.take());
-    }
-}
-
-/// A claim that is given back unless its claimant receives it.
-struct PendingClaim<'a> {
-    store: &'a SledStore,
-    key: KeyHash,
-    owner: OwnerId,
-    answered: Option<oneshot::Receiver<Result<Lookup, StoreError>>>,
-    owned: bool,
-}
-
-impl PendingClaim<'_> {
-    async fn answer(&mut self) -> Result<Lookup, StoreError> {
-        let Some(answered) = &mut self.answered else {
-            return Err(gone());
-        };
-        let lookup = answered.await.map_err(|_| gone())?;
-        self.answered = None;
-        self.owned = matches!(lookup, Ok(Lookup::Open(_)));
-        lookup
-    }
-}
-
-impl Drop for PendingClaim<'_> {
-    fn drop(&mut self) {
-        if let Some(mut answered) = self.answered.take() {
-            // From here on the committer sees that nobody receives it.
-            answered.close();
-            self.owned = matches!(answered.try_recv(), Ok(Ok(Lookup::Open(_))));
-        }
-        if self.owned {
-            let (answer, _) = oneshot::channel();
-            let command = Command::Release { owner: self.owner };
-            // If the thread is gone, so is the ownership.
-            let _ = self.store.queue.send(Queued {
-                request: Request::Write(self.key, command, answer),
-                bytes: 0,
-                room: None,
-            });
-        }
     }
 }
 

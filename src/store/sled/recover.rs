@@ -10,6 +10,7 @@ use super::{
     fault::Fault,
     frame::Damaged,
     open::{self, OpenError},
+    salvage::close,
 };
 
 impl Committer {
@@ -33,7 +34,7 @@ impl Committer {
             .take();
         if let Some(db) = db {
             // It may fail or panic once more; there is nothing left to save.
-            let _ = open::close(db);
+            let _ = close(db);
         }
         self.shared
             .stats(|stats| stats.down = Some(fault.to_string()));
