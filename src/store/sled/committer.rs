@@ -252,7 +252,7 @@ impl Committer {
             .take();
         let Some(db) = db else { return Ok(()) };
         let closed = guarded(|| db.flush().map(drop))
-            .and_then(|()| Ok(live.log.sync_data()?))
+            .and_then(|()| live.log.sync_data().map_err(Fault::of_sync))
             .and_then(|()| Ok(live.high_water.advance(live.sequence.next() - 1)?))
             .and_then(|()| Ok(live.high_water.sync()?));
         closed
@@ -282,7 +282,7 @@ impl Committer {
             } else if let Request::Close(answer) = request {
                 closing = Some(answer);
             } else if let Some(why) = self.down() {
-                refuse(request, why);
+                self.refuse_while_down(request, why);
             } else if let Err(fault) = self.decide(request, &mut gathered) {
                 self.fall(fault, std::mem::take(&mut gathered));
             }
@@ -305,6 +305,17 @@ impl Committer {
         }
         let why = self.shared.stats(|stats| stats.down.clone());
         Some(StoreError::Failed(why.unwrap_or_else(|| "closed".into())))
+    }
+
+    /// A release is taken all the same: it needs no disk, and whoever gives a
+    /// key up may not ask again.
+    fn refuse_while_down(&mut self, request: Request, why: StoreError) {
+        if let Request::Write(key, Command::Release { owner }, answer) = request {
+            self.give_back(&[(key, owner)]);
+            let _ = answer.send(Ok(Reply::Accepted));
+        } else {
+            refuse(request, why);
+        }
     }
 
     /// Makes the batch durable.
@@ -341,7 +352,7 @@ impl Committer {
         step(Step::Flushed);
         match self.options.durability {
             Durability::Fsync => {
-                live.log.sync_data()?;
+                live.log.sync_data().map_err(Fault::of_sync)?;
                 step(Step::Synced);
                 live.high_water.advance(live.sequence.next() - 1)?;
                 step(Step::Marked);

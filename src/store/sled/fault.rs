@@ -20,9 +20,27 @@ pub(super) enum Fault {
     /// not there. The data may be whole.
     #[error("the disk failed: {0}")]
     Io(String),
+    /// A sync failed for another reason than space. The kernel may have dropped
+    /// what it could not write and now show it as if it were on disk, so nothing
+    /// that is read may be trusted until the machine has read it anew.
+    #[error(
+        "the disk did not take a sync: {0}; nothing is served until Berth is started again, which \
+         is best done once the disk is known to be sound"
+    )]
+    Unsynced(String),
     /// sled does not accept what it finds.
     #[error("{0}")]
     Corrupt(String),
+}
+
+impl Fault {
+    /// Why a sync of the log failed.
+    pub(super) fn of_sync(error: io::Error) -> Self {
+        match Self::from(error) {
+            Self::DiskFull => Self::DiskFull,
+            other => Self::Unsynced(other.to_string()),
+        }
+    }
 }
 
 impl From<io::Error> for Fault {

@@ -25,7 +25,17 @@ impl Committer {
             unreceived.extend(held(Err(why.clone())));
         }
         self.give_back(&unreceived);
+        self.go_down(&fault);
+        if matches!(fault, Fault::Unsynced(_)) {
+            self.given_up = true;
+        } else {
+            self.rise();
+        }
+    }
+
+    fn go_down(&mut self, why: &Fault) {
         self.live = None;
+        self.expiring = false;
         let db = self
             .shared
             .db
@@ -37,8 +47,7 @@ impl Committer {
             let _ = close(db);
         }
         self.shared
-            .stats(|stats| stats.down = Some(fault.to_string()));
-        self.rise();
+            .stats(|stats| stats.down = Some(why.to_string()));
     }
 
     /// Opens the store again; keeps it down where that fails.
@@ -49,14 +58,7 @@ impl Committer {
                 self.shared.stats(|stats| stats.reopened += 1);
                 if let Err(fault) = self.reload() {
                     tracing::error!(%fault, "the store failed again");
-                    self.live = None;
-                    self.shared
-                        .stats(|stats| stats.down = Some(fault.to_string()));
-                    self.shared
-                        .db
-                        .write()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .take();
+                    self.go_down(&fault);
                 } else {
                     tracing::info!("the store is open again");
                 }

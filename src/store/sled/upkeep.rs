@@ -65,7 +65,7 @@ impl Committer {
             return Ok(());
         };
         if live.unsynced && self.options.durability == Durability::Relaxed {
-            live.log.sync_data()?;
+            live.log.sync_data().map_err(Fault::of_sync)?;
             live.high_water.advance(live.sequence.next() - 1)?;
             live.unsynced = false;
         }
