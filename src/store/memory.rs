@@ -378,6 +378,10 @@ impl Store for MemoryStore {
     fn epoch(&self) -> u64 {
         self.epoch
     }
+
+    fn close(&self) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async { Ok(()) })
+    }
 }
 
 #[cfg(test)]

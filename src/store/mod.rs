@@ -325,4 +325,8 @@ pub trait Store: Send + Sync + 'static {
 
     /// Changes when the store declares a loss.
     fn epoch(&self) -> u64;
+
+    /// Answers what is queued, makes it durable, and closes. Every later call
+    /// fails.
+    fn close(&self) -> BoxFuture<'_, Result<(), StoreError>>;
 }

@@ -117,12 +117,6 @@ impl SledStore {
         self.shared.stats(|stats| stats.clone())
     }
 
-    /// Answers what is queued, syncs, and closes. Every later call fails. A
-    /// store that is dropped closes too, but nobody hears of a failure.
-    pub async fn close(&self) -> Result<(), StoreError> {
-        self.ask(REQUEST_KIB, Request::Close).await
-    }
-
     async fn ask<T>(
         &self,
         kib: u32,
@@ -429,5 +423,10 @@ impl Store for SledStore {
 
     fn epoch(&self) -> u64 {
         self.shared.epoch.load(Ordering::Acquire)
+    }
+
+    /// A store that is dropped closes too, but nobody hears of a failure.
+    fn close(&self) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(self.ask(REQUEST_KIB, Request::Close))
     }
 }
