@@ -12,6 +12,7 @@ pub mod error;
 pub mod fleet;
 pub mod harness;
 pub mod ids;
+pub mod listen;
 pub mod proto;
 pub mod routing;
 pub mod server;

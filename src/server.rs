@@ -9,9 +9,8 @@ use anyhow::Context;
 use futures_util::FutureExt;
 use http::{HeaderName, header};
 use tokio::{net::TcpListener, task::JoinHandle, time::Instant};
-use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
-use tonic::transport::Server as Tonic;
+use tonic::service::Routes;
 use tower::ServiceBuilder;
 use tower_http::{
     catch_panic::CatchPanicLayer,
@@ -30,6 +29,7 @@ use crate::{
         sglang::{SglangClient, SglangConfig},
     },
     fleet::Fleet,
+    listen::{self, Limits},
     proto::{
         self, fleet_service_server::FleetServiceServer,
         replica_service_server::ReplicaServiceServer,
@@ -194,7 +194,14 @@ async fn serve(
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
 
-    let http = ServiceBuilder::new()
+    let routes = Routes::new(health_service)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?)
+        .add_service(sampling)
+        .add_service(replicas)
+        .add_service(fleet_view)
+        .prepare();
+    let service = ServiceBuilder::new()
         // Outermost: whatever fails below is an answer, not a cut connection.
         .layer(CatchPanicLayer::custom(on_panic))
         .layer(SetSensitiveRequestHeadersLayer::new([
@@ -210,53 +217,32 @@ async fn serve(
                 .on_response(())
                 .on_eos(()),
         )
-        // Before tonic sees the header: it would answer CANCELLED.
+        // The stack keeps the deadline: see `listen`.
         .layer_fn(TakeTimeout::new)
-        .into_inner();
+        .service(routes);
 
-    let draining = drain.clone();
-    let server = Tonic::builder()
-        .max_concurrent_streams(config.max_streams)
-        .max_frame_size(1 << 20)
-        .initial_stream_window_size(1 << 20)
-        .initial_connection_window_size(16 << 20)
-        .http2_max_header_list_size(16 << 10)
-        .http2_keepalive_interval(Some(Duration::from_secs(30)))
-        .http2_keepalive_timeout(Some(Duration::from_secs(20)))
-        .http2_max_pending_accept_reset_streams(Some(20))
-        .http2_max_local_error_reset_streams(Some(1024))
-        .tcp_nodelay(true)
-        .layer(http)
-        .add_service(health_service)
-        .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?)
-        .add_service(sampling)
-        .add_service(replicas)
-        .add_service(fleet_view)
-        .serve_with_incoming_shutdown(TcpListenerStream::new(grpc), draining.cancelled_owned());
+    let limits = Limits {
+        max_streams: config.max_streams,
+    };
+    let server = listen::serve(grpc, service, limits, drain.clone());
     tokio::pin!(server);
 
-    let result = tokio::select! {
-        result = &mut server => result,
+    tokio::select! {
+        () = &mut server => {}
         () = drain.cancelled() => {
             info!(bound = ?config.drain_timeout, "draining");
             health.set_not_serving::<SamplingServiceServer<Sampling>>().await;
-            match tokio::time::timeout(config.drain_timeout, &mut server).await {
-                Ok(result) => result,
-                Err(_) => {
-                    warn!("calls are still in flight: ending them");
-                    Ok(())
-                }
+            if tokio::time::timeout(config.drain_timeout, &mut server).await.is_err() {
+                warn!("calls are still in flight: ending them");
             }
         }
-    };
+    }
     close(&parts).await;
     parts
         .store
         .close()
         .await
-        .context("the store did not close well")?;
-    result.context("the gRPC server failed")
+        .context("the store did not close well")
 }
 
 /// Generations that run on without a caller stop at their engines.

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use tonic::{Request, Response, Status, transport::server::TcpConnectInfo};
+use tonic::{Request, Response, Status};
 
 use super::{register, write};
 use crate::{
     fleet::{Beat, Fleet},
     ids::{Incarnation, ReplicaId},
+    listen::Peer,
     proto::{self, replica_service_server::ReplicaService},
 };
 
@@ -35,10 +36,7 @@ impl ReplicaService for Replicas {
         &self,
         request: Request<proto::RegisterReplicaRequest>,
     ) -> Result<Response<proto::RegisterReplicaResponse>, Status> {
-        let caller = request
-            .extensions()
-            .get::<TcpConnectInfo>()
-            .and_then(TcpConnectInfo::remote_addr);
+        let caller = request.extensions().get::<Peer>().map(|peer| peer.0);
         let facts = register::facts(request.into_inner(), caller, &self.rules)?;
         let registered = self.fleet.register(facts).await?;
         Ok(Response::new(proto::RegisterReplicaResponse {

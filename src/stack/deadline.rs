@@ -1,9 +1,9 @@
 //! Deadlines. A call that brings none gets the server's; one whose deadline has
 //! passed already is not begun.
 //!
-//! tonic enforces `grpc-timeout` itself and answers CANCELLED; so the HTTP half
-//! ([`TakeTimeout`]) takes the header away before tonic sees it, and the deadline
-//! is kept here, where it becomes DEADLINE_EXCEEDED.
+//! The HTTP half ([`TakeTimeout`]) takes `grpc-timeout` away before anything else
+//! can act on it, and the deadline is kept here, where it becomes
+//! DEADLINE_EXCEEDED.
 
 use std::{
     task::{Context, Poll},

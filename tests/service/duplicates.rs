@@ -120,7 +120,13 @@ async fn an_expired_deadline_is_deadline_exceeded_and_reaches_the_engine() {
     let mut late = tonic::Request::new(request(&ids(1, 64), 2000));
     late.metadata_mut()
         .insert("grpc-timeout", "150m".parse().unwrap());
-    let status = cluster.client().sample(late).await.unwrap_err();
+    // Not tonic's channel, which would enforce the header itself.
+    let http = hyper_util::client::legacy::Client::builder(hyper_util::rt::TokioExecutor::new())
+        .http2_only(true)
+        .build_http();
+    let origin = cluster.playground.url().parse().unwrap();
+    let mut client = SamplingServiceClient::with_origin(http, origin);
+    let status = client.sample(late).await.unwrap_err();
     assert_eq!(
         (status.code(), reason(&status).as_str()),
         (Code::DeadlineExceeded, "DEADLINE")

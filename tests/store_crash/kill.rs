@@ -1,5 +1,6 @@
 //! Kills at every step of the committer and at random times.
 
+use berth::store::Store as _;
 use std::{io::Read, time::Duration};
 
 use berth::store::sled::{SledOptions, SledStore, Step};

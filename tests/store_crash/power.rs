@@ -3,6 +3,7 @@
 //! by then, and of the others any part, torn at 512 bytes. `sync_file_range`
 //! counts as nothing: it promises nothing.
 
+use berth::store::Store as _;
 use std::{
     collections::BTreeMap,
     fs,
