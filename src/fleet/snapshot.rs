@@ -103,6 +103,11 @@ pub struct LoadTicket {
 }
 
 impl LoadTicket {
+    /// Samples in flight on the rank, these included.
+    pub fn in_flight(&self) -> u64 {
+        self.load.in_flight()
+    }
+
     /// Splits `samples` off into a ticket of their own, so that each can end by
     /// itself. At most what is left.
     #[must_use]

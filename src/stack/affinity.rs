@@ -1,19 +1,9 @@
-//! A rank for every attempt of every sample, and what follows when an attempt
-//! fails. The routing core decides where; this layer decides whether there is
-//! another try:
-//!
-//! | attempt           | next                                                        |
-//! |-------------------|-------------------------------------------------------------|
-//! | refused           | elsewhere; nothing was sent, so it is not counted as lost   |
-//! | busy              | with a key the same rank after a pause, else another        |
-//! | lost, bad reply   | elsewhere, at most `max_attempts` in all                    |
-//! | ended by engine   | from the tokens so far, or answered as it is if so asked    |
-//! | rejected, stopped | none                                                        |
+//! A rank for every attempt of every sample: the routing core decides where, and
+//! [`attempts`](super::attempts) whether there is another try.
 
 use std::{
     sync::Arc,
     task::{Context, Poll},
-    time::{Duration, SystemTime},
 };
 
 use futures_util::future::{BoxFuture, join_all};
@@ -22,19 +12,17 @@ use tower::Service;
 
 use super::{
     Parts, StackConfig,
-    dispatch::{AttemptFailed, Failure},
+    attempts::SampleRun,
+    dispatch::AttemptFailed,
     fence::Fence,
     idempotency::{Samples, Work},
-    journal::Journal,
     partial::Partial,
+    poison::{Poison, PromptHash},
     resolve::ResolvedWork,
 };
 use crate::{
-    call::{
-        AttemptFailure, AttemptReceipt, OnAbort, OnLost, RouteReason, RouteReceipt, RoutingPolicy,
-        SampleOutput, StopReason, Usage,
-    },
-    engine::{Finish, FinishReason},
+    call::{RouteReason, RoutingPolicy},
+    engine::Finish,
     error::{Error, Reason},
     fleet::{
         Fleet,
@@ -44,15 +32,6 @@ use crate::{
     routing::{Lack, NoRoute, PinKey, RouteRequest, Router},
     store::FinishedSample,
 };
-
-/// Ranks that may refuse one sample before it is given up.
-const MAX_REFUSALS: usize = 16;
-
-/// Times that an engine may end one sample early and have it continued.
-const MAX_CONTINUATIONS: u32 = 16;
-
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// One attempt of one sample with the rank that was chosen for it. Only
 /// [`Affinity`] makes one.
@@ -112,11 +91,12 @@ pub struct AttemptDone {
 /// The layer.
 #[derive(Clone)]
 pub struct Affinity<S> {
-    inner: S,
-    fleet: Arc<Fleet>,
-    router: Arc<Router>,
-    fence: Fence,
-    max_attempts: u32,
+    pub(super) inner: S,
+    pub(super) fleet: Arc<Fleet>,
+    pub(super) router: Arc<Router>,
+    pub(super) fence: Fence,
+    pub(super) poison: Arc<Poison>,
+    pub(super) max_attempts: u32,
 }
 
 impl<S> Affinity<S> {
@@ -131,6 +111,7 @@ impl<S> Affinity<S> {
                 parts.engines.clone(),
                 parts.tasks.clone(),
             ),
+            poison: Arc::clone(&parts.poison),
             max_attempts: config.max_attempts,
         }
     }
@@ -160,11 +141,11 @@ where
 }
 
 /// A rank and the count of what is sent there.
-struct Chosen {
-    rank: RoutedRank,
-    reason: RouteReason,
-    expected_cached_tokens: u32,
-    ticket: LoadTicket,
+pub(super) struct Chosen {
+    pub(super) rank: RoutedRank,
+    pub(super) reason: RouteReason,
+    pub(super) expected_cached_tokens: u32,
+    pub(super) ticket: LoadTicket,
 }
 
 impl<S> Affinity<S>
@@ -185,6 +166,8 @@ where
             .collect();
         let mut stored = true;
         if !missing.is_empty() {
+            let prompt = PromptHash::of(work.call.params());
+            self.poison.admit(&prompt)?;
             // One choice for all samples of the request, each counted as load.
             let count = u32::try_from(missing.len()).unwrap_or(u32::MAX);
             let mut all = self.choose(&resolved, count, &[])?;
@@ -195,7 +178,7 @@ where
                     expected_cached_tokens: all.expected_cached_tokens,
                     ticket: all.ticket.split(1),
                 };
-                SampleRun::new(&self, &resolved, index).run(first)
+                SampleRun::new(&self, &resolved, prompt, index).run(first)
             });
             let mut failure = None;
             for (index, result) in missing.iter().zip(join_all(runs).await) {
@@ -218,7 +201,7 @@ where
         })
     }
 
-    fn choose(
+    pub(super) fn choose(
         &self,
         resolved: &ResolvedWork,
         samples: u32,
@@ -252,7 +235,7 @@ where
 }
 
 /// The trajectory's pin, where the request may use it.
-fn pin_key(resolved: &ResolvedWork) -> Option<PinKey> {
+pub(super) fn pin_key(resolved: &ResolvedWork) -> Option<PinKey> {
     let call = resolved.work.call.call();
     if call.routing_policy.unwrap_or_default() != RoutingPolicy::Affinity {
         return None;
@@ -268,7 +251,7 @@ fn pin_key(resolved: &ResolvedWork) -> Option<PinKey> {
     })
 }
 
-fn prompt_tokens(resolved: &ResolvedWork) -> u32 {
+pub(super) fn prompt_tokens(resolved: &ResolvedWork) -> u32 {
     let prompt = resolved.work.call.params().prompt.token_count();
     u32::try_from(prompt.unwrap_or(0)).unwrap_or(u32::MAX)
 }
@@ -285,484 +268,5 @@ fn no_route(why: NoRoute) -> Error {
             Reason::NoReplica,
             "no rank that can serve this takes requests now; ListReplicas says why",
         ),
-    }
-}
-
-/// One sample on its way over as many ranks as it takes.
-struct SampleRun<'a, S> {
-    layer: &'a Affinity<S>,
-    resolved: &'a ResolvedWork,
-    index: u32,
-    number: u32,
-    attempts: Vec<AttemptReceipt>,
-    /// Ranks where it failed.
-    avoid: Vec<RankSlot>,
-    /// Of those, the ones where nobody listens.
-    refused: Vec<RankSlot>,
-    losses: u32,
-    continuations: u32,
-    pause: Duration,
-    last: Option<Error>,
-}
-
-/// What a failed attempt may have left at its engine.
-#[derive(Clone, Copy)]
-enum Left {
-    /// It was never sent.
-    Unsent,
-    /// Nothing: it was not taken, or the engine itself has ended it.
-    Nothing,
-    /// A copy that runs on.
-    Unknown,
-}
-
-impl Left {
-    fn by(failure: &Failure) -> Self {
-        match failure {
-            Failure::Lost(_) | Failure::BadReply(_) | Failure::Stopped => Self::Unknown,
-            Failure::Refused(_)
-            | Failure::Busy { .. }
-            | Failure::Rejected(_)
-            | Failure::Aborted(_) => Self::Nothing,
-            Failure::Fatal(_) => Self::Unsent,
-        }
-    }
-}
-
-/// What to do after a failed attempt.
-enum Next {
-    /// Give up.
-    Fail(Error),
-    /// Choose again.
-    Again {
-        /// From these tokens.
-        kept: Partial,
-        /// After so long.
-        pause: Duration,
-    },
-    /// Answer with what there is.
-    Accept(Box<AttemptDone>),
-}
-
-impl<'a, S> SampleRun<'a, S>
-where
-    S: Service<RoutedAttempt, Response = AttemptDone, Error = AttemptFailed>
-        + Clone
-        + Send
-        + Sync
-        + 'static,
-    S::Future: Send + 'static,
-{
-    fn new(layer: &'a Affinity<S>, resolved: &'a ResolvedWork, index: u32) -> Self {
-        // Numbers go on where an earlier owner of the key left off.
-        let last = &resolved.work.start.last_attempts;
-        let number = last.get(index as usize).copied().unwrap_or(0);
-        Self {
-            layer,
-            resolved,
-            index,
-            number,
-            attempts: Vec::new(),
-            avoid: Vec::new(),
-            refused: Vec::new(),
-            losses: 0,
-            continuations: 0,
-            pause: FIRST_PAUSE,
-            last: None,
-        }
-    }
-
-    async fn run(mut self, first: Chosen) -> Result<(FinishedSample, bool), Error> {
-        let result = self.attempts(first).await;
-        if let Err(error) = &result
-            && matches!(self.resolved.work.journal, Journal::None)
-        {
-            // All samples or an error, and nobody can come back for the others.
-            self.resolved.work.generation.cancel(error.clone());
-        }
-        result
-    }
-
-    async fn attempts(&mut self, first: Chosen) -> Result<(FinishedSample, bool), Error> {
-        self.fence_orphans().await?;
-        let started = Instant::now();
-        let mut chosen = first;
-        let mut kept = Partial::default();
-        loop {
-            self.number += 1;
-            let base = kept.len();
-            let id = EngineRequestId::mint();
-            let route = RouteReceipt {
-                target: chosen.rank.target.clone(),
-                served_rank: None,
-                reason: chosen.reason,
-                attempts: self.attempts.clone(),
-                expected_cached_tokens: chosen.expected_cached_tokens,
-            };
-            let generation = &self.resolved.work.generation;
-            generation.attempt(self.index, self.number, &kept, route);
-            let attempt = RoutedAttempt {
-                work: self.resolved.work.clone(),
-                sample: self.index,
-                number: self.number,
-                id: id.clone(),
-                rank: chosen.rank.clone(),
-                kept,
-                started,
-            };
-            let next = match self.layer.inner.clone().call(attempt).await {
-                Ok(done) => Next::Accept(Box::new(done)),
-                Err(failed) => {
-                    let left = Left::by(&failed.failure);
-                    match self.after(failed, &chosen, base) {
-                        // The attempt's own end is the sample's.
-                        accepted @ Next::Accept(_) => accepted,
-                        next => match (next, self.fence(left, &chosen.rank, &id).await) {
-                            // A reason to give up is told before a copy that may
-                            // live on.
-                            (Next::Fail(error), _) | (_, Err(error)) => Next::Fail(error),
-                            (next, Ok(())) => next,
-                        },
-                    }
-                }
-            };
-            match next {
-                Next::Accept(done) => return self.accept(chosen, *done, base).await,
-                Next::Fail(error) => return Err(error),
-                Next::Again { kept: from, pause } => {
-                    kept = from;
-                    let reason = chosen.reason;
-                    let slot = chosen.rank.slot;
-                    // Off the count before choosing again.
-                    drop(chosen);
-                    self.wait(pause).await?;
-                    chosen = self.again(reason, slot)?;
-                }
-            }
-        }
-    }
-
-    /// Makes sure that a failed attempt runs nowhere, and writes that down.
-    async fn fence(
-        &self,
-        left: Left,
-        rank: &RoutedRank,
-        id: &EngineRequestId,
-    ) -> Result<(), Error> {
-        match left {
-            Left::Unsent => return Ok(()),
-            Left::Nothing => {}
-            Left::Unknown => {
-                self.layer
-                    .fence
-                    .attempt(&rank.target, &rank.url, id)
-                    .await?;
-            }
-        }
-        let journal = &self.resolved.work.journal;
-        journal.fence(self.index, self.number).await
-    }
-
-    /// Makes sure that what an earlier run of the control plane had sent for this
-    /// sample runs nowhere.
-    async fn fence_orphans(&self) -> Result<(), Error> {
-        let work = &self.resolved.work;
-        for (sample, orphan) in &work.start.orphans {
-            if *sample != self.index {
-                continue;
-            }
-            let url = Arc::from(orphan.url.as_str());
-            let how = self
-                .layer
-                .fence
-                .attempt(&orphan.target, &url, &orphan.id)
-                .await?;
-            tracing::info!(sample, attempt = orphan.number, target = %orphan.target, ?how,
-                "fenced an attempt of an earlier run");
-            work.journal.fence(self.index, orphan.number).await?;
-        }
-        Ok(())
-    }
-
-    /// Chooses a rank for another attempt.
-    fn again(&self, before: RouteReason, slot: RankSlot) -> Result<Chosen, Error> {
-        let mut chosen = self
-            .layer
-            .choose(self.resolved, 1, &self.avoid)
-            // Nobody is left who has not failed: one that is there and broke off
-            // once is better than none.
-            .or_else(|_| self.layer.choose(self.resolved, 1, &self.refused))
-            .map_err(|none| self.last.clone().unwrap_or(none))?;
-        if chosen.rank.slot == slot {
-            // The same rank again: the reason is still the first one.
-            chosen.reason = before;
-        } else if chosen.reason == RouteReason::Pinned {
-            // A sibling sample has moved the pin already.
-            chosen.reason = RouteReason::ReplicaLost;
-        }
-        Ok(chosen)
-    }
-
-    async fn wait(&self, pause: Duration) -> Result<(), Error> {
-        let generation = &self.resolved.work.generation;
-        tokio::select! {
-            biased;
-            () = generation.stop_token().cancelled() => Err(generation.stop_reason()),
-            () = tokio::time::sleep(pause) => Ok(()),
-        }
-    }
-
-    fn after(&mut self, failed: AttemptFailed, chosen: &Chosen, base: u32) -> Next {
-        let params = self.resolved.work.call.params();
-        let target = &chosen.rank.target;
-        let AttemptFailed { failure, tokens } = failed;
-        if let Some(kind) = failure.receipt() {
-            self.attempts.push(AttemptReceipt {
-                number: self.number,
-                target: target.clone(),
-                failure: Some(kind),
-                kept_tokens: 0,
-            });
-            tracing::info!(
-                request_id = %self.resolved.work.call.call().request_id,
-                sample = self.index,
-                attempt = self.number,
-                %target,
-                failure = ?kind,
-                why = %failure,
-                "attempt failed"
-            );
-        }
-        match failure {
-            Failure::Stopped => Next::Fail(self.resolved.work.generation.stop_reason()),
-            Failure::Fatal(error) => Next::Fail(error),
-            Failure::Rejected(message) => Next::Fail(Error::new(
-                Reason::EngineRefused,
-                format!("the engine refuses the request: {message}"),
-            )),
-            Failure::Refused(message) => {
-                self.layer.fleet.unreachable(target);
-                self.avoid.push(chosen.rank.slot);
-                self.refused.push(chosen.rank.slot);
-                let error = lost(target, "refuses connections", &message);
-                self.last = Some(error.clone());
-                if self.refused.len() >= MAX_REFUSALS {
-                    return Next::Fail(error);
-                }
-                let kept = self.keep(tokens, base, base);
-                Next::Again {
-                    kept,
-                    pause: Duration::ZERO,
-                }
-            }
-            Failure::Busy {
-                message,
-                retry_after,
-            } => {
-                self.last = Some(Error::new(
-                    Reason::EngineBusy,
-                    format!("{target} takes no more requests: {message}"),
-                ));
-                let pause = retry_after.unwrap_or(self.pause).min(LONGEST_PAUSE);
-                self.pause = (self.pause * 2).min(LONGEST_PAUSE);
-                let kept = self.keep(tokens, base, base);
-                Next::Again { kept, pause }
-            }
-            Failure::Lost(message) => {
-                self.layer.fleet.unreachable(target);
-                self.lose(tokens, base, chosen, lost(target, "was lost", &message))
-            }
-            Failure::BadReply(message) => {
-                let error = Error::new(
-                    Reason::EngineMisbehaved,
-                    format!("{target} gave a reply that cannot be right: {message}"),
-                );
-                self.lose(Partial::default(), base, chosen, error)
-            }
-            Failure::Aborted(finish) => {
-                if params.on_abort == OnAbort::ReturnPartial {
-                    self.attempts.pop();
-                    return Next::Accept(Box::new(AttemptDone {
-                        tokens,
-                        finish: *finish,
-                    }));
-                }
-                self.continuations += 1;
-                if self.continuations > MAX_CONTINUATIONS {
-                    return Next::Fail(lost(target, "ended the generation again and again", ""));
-                }
-                let end = tokens.len();
-                if let Some(done) = self.complete(&tokens, &finish) {
-                    return Next::Accept(Box::new(done));
-                }
-                let kept = self.keep(tokens, base, end);
-                Next::Again {
-                    kept,
-                    pause: FIRST_PAUSE,
-                }
-            }
-        }
-    }
-
-    /// An engine may end a generation at its very last token: nothing is left to
-    /// go on with.
-    fn complete(&mut self, tokens: &Partial, finish: &Finish) -> Option<AttemptDone> {
-        let most = self.resolved.work.call.params().sampling.max_tokens?;
-        (tokens.len() >= most).then(|| {
-            self.attempts.pop();
-            AttemptDone {
-                tokens: tokens.clone(),
-                finish: Finish {
-                    reason: FinishReason::Length,
-                    ..finish.clone()
-                },
-            }
-        })
-    }
-
-    /// After an attempt that was lost for good.
-    fn lose(&mut self, tokens: Partial, base: u32, chosen: &Chosen, error: Error) -> Next {
-        self.avoid.push(chosen.rank.slot);
-        self.losses += 1;
-        if self.losses >= self.layer.max_attempts {
-            return Next::Fail(error);
-        }
-        self.last = Some(error);
-        let params = self.resolved.work.call.params();
-        // With the last token there only the end mark was lost, and with it what
-        // stands in the end mark: such a sample is generated anew.
-        let whole = params
-            .sampling
-            .max_tokens
-            .is_some_and(|m| tokens.len() >= m);
-        let kept = if params.on_lost == OnLost::Resume && !whole {
-            let end = tokens.len();
-            self.keep(tokens, base, end)
-        } else {
-            // From the prompt: nothing of any attempt is kept.
-            for attempt in &mut self.attempts {
-                attempt.kept_tokens = 0;
-            }
-            Partial::default()
-        };
-        Next::Again {
-            kept,
-            pause: Duration::ZERO,
-        }
-    }
-
-    /// Keeps tokens; those from `base` to `end` are the last attempt's.
-    fn keep(&mut self, tokens: Partial, base: u32, end: u32) -> Partial {
-        if let Some(last) = self.attempts.last_mut() {
-            last.kept_tokens = end.saturating_sub(base);
-        }
-        tokens
-    }
-
-    async fn accept(
-        &mut self,
-        chosen: Chosen,
-        done: AttemptDone,
-        base: u32,
-    ) -> Result<(FinishedSample, bool), Error> {
-        let AttemptDone { tokens, finish } = done;
-        let completion = tokens.len();
-        let target = chosen.rank.target.clone();
-        self.attempts.push(AttemptReceipt {
-            number: self.number,
-            target: target.clone(),
-            failure: None,
-            kept_tokens: completion - base,
-        });
-        let prompt = match prompt_tokens(self.resolved) {
-            // A text prompt: only the engine knows.
-            0 => finish.usage.prompt_tokens,
-            known => known,
-        };
-        let (stop_reason, matched) = match finish.reason {
-            FinishReason::Stop(matched) => (StopReason::Stop, matched),
-            FinishReason::Length => (StopReason::Length, None),
-            FinishReason::Aborted { .. } => (StopReason::Aborted, None),
-        };
-        let served_rank = finish.served_rank;
-        if served_rank.is_some_and(|served| served != chosen.rank.engine_rank) {
-            tracing::warn!(%target, served_rank, "the engine served on another rank than it was told");
-        }
-        let last_version = tokens.weight_spans.last().map(|s| s.version.clone());
-        let snapshot = self.layer.fleet.snapshot();
-        if let Some(key) = pin_key(self.resolved)
-            && served_rank.is_none_or(|served| served == chosen.rank.engine_rank)
-        {
-            // The last token's KV is not computed.
-            let held = (prompt + completion).saturating_sub(1);
-            let now = Instant::now();
-            self.layer
-                .router
-                .grown(&snapshot, key, chosen.rank.slot, held, now);
-        }
-        self.layer.fleet.answered(&target, last_version.as_deref());
-
-        let finished = FinishedSample {
-            output: SampleOutput {
-                stop_reason,
-                matched,
-                // Text of a resumed attempt is a part only.
-                text: finish.text.filter(|_| base == 0),
-                routed_experts: finish.routed_experts,
-                usage: Usage {
-                    prompt_tokens: prompt,
-                    cached_tokens: finish.usage.cached_tokens.min(prompt),
-                    completion_tokens: completion,
-                },
-                route: RouteReceipt {
-                    target,
-                    served_rank,
-                    reason: chosen.reason,
-                    attempts: std::mem::take(&mut self.attempts),
-                    expected_cached_tokens: chosen.expected_cached_tokens,
-                },
-                tokens: tokens.tokens,
-                logprobs: tokens.logprobs,
-                top_logprobs: tokens.top_logprobs,
-                weight_spans: tokens.weight_spans,
-            },
-            prompt_logprobs: tokens.prompt_logprobs,
-            logprob_mode: chosen.rank.replica.facts.logprob_mode,
-            finished_at: SystemTime::now(),
-            first_token: tokens.first_token,
-        };
-        // On disk before anybody sees it. The rank is done with it: off the count
-        // first.
-        drop(chosen.ticket);
-        let kept = self
-            .resolved
-            .work
-            .journal
-            .commit(self.index, self.number, finished.clone())
-            .await?;
-        self.resolved.work.generation.sample_done(self.index);
-        Ok((finished, kept))
-    }
-}
-
-fn lost(target: &Target, how: &str, message: &str) -> Error {
-    let colon = if message.is_empty() { "" } else { ": " };
-    Error::new(
-        Reason::ReplicaLost,
-        format!("{target} {how}{colon}{message}; no other attempt was left or possible"),
-    )
-}
-
-impl Failure {
-    /// How it stands in the receipt; `None` for what is no failed attempt.
-    fn receipt(&self) -> Option<AttemptFailure> {
-        match self {
-            Self::Refused(_) => Some(AttemptFailure::Refused),
-            Self::Busy { .. } => Some(AttemptFailure::Busy),
-            Self::Lost(_) => Some(AttemptFailure::Lost),
-            Self::Aborted(_) => Some(AttemptFailure::Aborted),
-            Self::BadReply(_) => Some(AttemptFailure::BadReply),
-            Self::Rejected(_) | Self::Stopped | Self::Fatal(_) => None,
-        }
     }
 }

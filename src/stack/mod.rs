@@ -14,6 +14,7 @@
 //! [`RoutedAttempt`]: affinity::RoutedAttempt
 
 pub mod affinity;
+mod attempts;
 pub mod deadline;
 pub mod dispatch;
 pub mod fence;
@@ -23,6 +24,7 @@ pub mod generation;
 pub mod idempotency;
 pub mod journal;
 pub mod partial;
+pub mod poison;
 pub mod resolve;
 pub mod running;
 #[cfg(test)]
@@ -59,6 +61,8 @@ pub struct Parts {
     pub engines: Engines,
     /// The generations that run under a key.
     pub running: Arc<running::Running>,
+    /// Prompts that engines died with.
+    pub poison: Arc<poison::Poison>,
     /// The tasks of running generations.
     pub tasks: TaskTracker,
     /// Cancelled when the process is about to end: generations stop.

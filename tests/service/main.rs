@@ -15,5 +15,6 @@ mod cluster;
 mod duplicates;
 mod engines_that_fail;
 mod fleet;
+mod poison;
 mod routing;
 mod streams;

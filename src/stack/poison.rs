@@ -1,0 +1,353 @@
+//! A prompt that kills engines must not kill a fleet through retries.
+//!
+//! ```text
+//!           an engine died with it                 another one did, in its turn
+//!  unknown ───────────────────────▶ suspect ─────────────────────────▶ condemned
+//!     ▲                                │                                   │
+//!     └──── answered, or SUSPECT_FOR ──┘                                   │
+//!     └──────────────────────────── CONDEMNED_FOR ─────────────────────────┘
+//! ```
+//!
+//! Everybody in flight on an engine when it died is suspect. Suspects are sent one
+//! at a time, so that when the next engine dies it is known with which of them;
+//! all others go freely. Only after a death in a crowd do its many suspects go
+//! freely once more, since one after the other they would wait for minutes after
+//! every lost replica: a prompt among them that is to blame costs a third engine.
+//! A crowd's death thus condemns nobody, and neither does a death at a moment when
+//! replicas die that did not run the prompt: then the cause is something else.
+//!
+//! By a hash of the prompt, under whatever key. In memory: after a restart of the
+//! control plane a prompt needs engines anew to be condemned again, except under
+//! its own idempotency key, which keeps the refusal.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::{sync::OwnedSemaphorePermit, sync::Semaphore, time::Instant};
+
+use crate::{
+    call::{Prompt, SampleParams},
+    error::{Error, Reason},
+    ids::Target,
+};
+
+/// A suspicion that nothing confirms ends.
+const SUSPECT_FOR: Duration = Duration::from_secs(10 * 60);
+/// A condemned prompt may be tried again after this: engines get updates.
+const CONDEMNED_FOR: Duration = Duration::from_secs(60 * 60);
+/// More samples than this in flight are a crowd.
+const CROWD: u64 = 8;
+/// Deaths this close to each other have one cause.
+const TOGETHER: Duration = Duration::from_secs(5);
+/// Deaths remembered within a moment.
+const MANY_DEATHS: usize = 1024;
+/// Prompts remembered at most; the oldest suspicions go first.
+const MOST: usize = 10_000;
+
+/// A prompt's name here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PromptHash([u8; 16]);
+
+impl PromptHash {
+    /// Of what is sent to the engine as its prompt.
+    pub fn of(params: &SampleParams) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(params.adapter.as_deref().unwrap_or_default().as_bytes());
+        match &params.prompt {
+            Prompt::Tokens(ids) => {
+                hasher.update(b"\0tokens");
+                for chunk in ids.chunks(1024) {
+                    let bytes: Vec<u8> = chunk.iter().flat_map(|id| id.to_le_bytes()).collect();
+                    hasher.update(&bytes);
+                }
+            }
+            Prompt::Text(text) => {
+                hasher.update(b"\0text");
+                hasher.update(text.as_bytes());
+            }
+        }
+        let mut short = [0; 16];
+        short.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
+        Self(short)
+    }
+}
+
+/// What is known of prompts that engines died with.
+#[derive(Debug)]
+pub struct Poison {
+    known: Mutex<Known>,
+    /// One suspect at a time.
+    turn: Arc<Semaphore>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    prompts: HashMap<PromptHash, Suspicion>,
+    /// Starts of replicas that died lately, each once.
+    deaths: VecDeque<(Instant, Target)>,
+}
+
+#[derive(Clone, Debug)]
+struct Suspicion {
+    /// When engines died with it; at most three are of interest.
+    deaths: Vec<Instant>,
+    /// It goes one at a time.
+    in_turn: bool,
+    condemned: bool,
+}
+
+impl Suspicion {
+    fn holds(&self, now: Instant) -> bool {
+        let term = if self.condemned {
+            CONDEMNED_FOR
+        } else {
+            SUSPECT_FOR
+        };
+        self.deaths
+            .last()
+            .is_some_and(|last| now.saturating_duration_since(*last) < term)
+    }
+}
+
+/// A suspect's turn; dropping it ends it.
+#[derive(Debug)]
+pub struct SuspectTurn {
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Default for Poison {
+    fn default() -> Self {
+        Self {
+            known: Mutex::default(),
+            turn: Arc::new(Semaphore::new(1)),
+        }
+    }
+}
+
+impl Poison {
+    /// Lets everything pass that is not condemned.
+    ///
+    /// # Errors
+    /// PROMPT_CONDEMNED.
+    pub fn admit(&self, prompt: &PromptHash) -> Result<(), Error> {
+        let now = Instant::now();
+        match self.lock().prompts.get(prompt) {
+            Some(s) if s.condemned && s.holds(now) => Err(Error::new(
+                Reason::PromptCondemned,
+                format!(
+                    "{} engines died while they ran this prompt, so it is not sent to another; \
+                     if the engines were mended, it is taken again {} min after the last death",
+                    s.deaths.len(),
+                    CONDEMNED_FOR.as_secs() / 60
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for this prompt's turn, if it is suspect.
+    pub async fn turn(&self, prompt: &PromptHash) -> Option<SuspectTurn> {
+        let now = Instant::now();
+        if !self
+            .lock()
+            .prompts
+            .get(prompt)
+            .is_some_and(|s| s.in_turn && s.holds(now))
+        {
+            return None;
+        }
+        // The semaphore is never closed.
+        let permit = Arc::clone(&self.turn).acquire_owned().await.ok()?;
+        Some(SuspectTurn { _permit: permit })
+    }
+
+    /// This start of a replica died while it ran the prompt, among `in_flight`
+    /// samples on that rank; `turn` says that it was the prompt's turn.
+    pub fn died(&self, prompt: &PromptHash, target: &Target, in_flight: u64, turn: bool) {
+        let now = Instant::now();
+        let mut known = self.lock();
+        let others = known.note_death(now, target);
+        if known.prompts.len() >= MOST {
+            known.make_room(now);
+        }
+        let own = known.prompts.get(prompt).map_or(0, |s| s.close_to(now));
+        if others > own {
+            // Replicas die that did not run it.
+            return;
+        }
+        let suspicion = known.prompts.entry(*prompt).or_insert(Suspicion {
+            deaths: Vec::new(),
+            in_turn: false,
+            condemned: false,
+        });
+        if !suspicion.holds(now) {
+            suspicion.deaths.clear();
+            suspicion.in_turn = false;
+        }
+        suspicion.condemned = turn && !suspicion.deaths.is_empty();
+        suspicion.in_turn = in_flight <= CROWD || !suspicion.deaths.is_empty();
+        suspicion.deaths.push(now);
+        let (deaths, condemned) = (suspicion.deaths.len(), suspicion.condemned);
+        drop(known);
+        tracing::warn!(%target, deaths, in_flight, condemned, "an engine died while it ran a prompt");
+    }
+
+    /// The prompt was answered.
+    pub fn cleared(&self, prompt: &PromptHash) {
+        self.lock().prompts.remove(prompt);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Suspicion {
+    /// Its deaths within a moment.
+    fn close_to(&self, now: Instant) -> usize {
+        self.deaths
+            .iter()
+            .filter(|at| now.saturating_duration_since(**at) < TOGETHER)
+            .count()
+    }
+}
+
+impl Known {
+    /// Notes a death once; returns how many other replicas died within a moment.
+    fn note_death(&mut self, now: Instant, target: &Target) -> usize {
+        let same = |t: &Target| t.replica == target.replica && t.incarnation == target.incarnation;
+        self.deaths
+            .retain(|(at, _)| now.saturating_duration_since(*at) < TOGETHER);
+        if !self.deaths.iter().any(|(_, t)| same(t)) && self.deaths.len() < MANY_DEATHS {
+            self.deaths.push_back((now, target.clone()));
+        }
+        self.deaths.iter().filter(|(_, t)| !same(t)).count()
+    }
+
+    fn make_room(&mut self, now: Instant) {
+        self.prompts.retain(|_, s| s.holds(now));
+        if self.prompts.len() >= MOST
+            && let Some(oldest) = self
+                .prompts
+                .iter()
+                .min_by_key(|(_, s)| (s.condemned, s.deaths.last().copied()))
+                .map(|(p, _)| *p)
+        {
+            self.prompts.remove(&oldest);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ids::{Incarnation, ReplicaId};
+
+    fn prompt(i: u8) -> PromptHash {
+        PromptHash([i; 16])
+    }
+
+    fn start(replica: &str) -> Target {
+        Target {
+            replica: ReplicaId::new(replica),
+            incarnation: Incarnation(1),
+            rank: 0,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_second_death_condemns_for_a_time() {
+        let poison = Poison::default();
+        assert!(poison.turn(&prompt(1)).await.is_none());
+        poison.died(&prompt(1), &start("a"), 1, false);
+        assert!(poison.admit(&prompt(1)).is_ok());
+        assert!(poison.turn(&prompt(1)).await.is_some());
+        poison.died(&prompt(1), &start("b"), 50, true);
+        let refused = poison.admit(&prompt(1)).unwrap_err();
+        assert_eq!(refused.reason, Reason::PromptCondemned);
+        assert!(poison.admit(&prompt(2)).is_ok());
+        tokio::time::advance(CONDEMNED_FOR).await;
+        assert!(poison.admit(&prompt(1)).is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn suspects_go_one_at_a_time_and_others_freely() {
+        let poison = Poison::default();
+        poison.died(&prompt(1), &start("a"), 2, false);
+        poison.died(&prompt(2), &start("a"), 1, false);
+        let first = poison.turn(&prompt(1)).await;
+        assert!(
+            tokio::time::timeout(Duration::from_secs(60), poison.turn(&prompt(2)))
+                .await
+                .is_err()
+        );
+        assert!(poison.turn(&prompt(3)).await.is_none());
+        drop(first);
+        assert!(poison.turn(&prompt(2)).await.is_some());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_clears_and_time_does_too() {
+        let poison = Poison::default();
+        poison.died(&prompt(1), &start("a"), 1, false);
+        poison.cleared(&prompt(1));
+        assert!(poison.turn(&prompt(1)).await.is_none());
+        tokio::time::advance(TOGETHER).await;
+        poison.died(&prompt(1), &start("b"), 1, false);
+        tokio::time::advance(SUSPECT_FOR).await;
+        poison.died(&prompt(1), &start("c"), 1, true);
+        assert!(poison.admit(&prompt(1)).is_ok(), "the first was long ago");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_crowd_is_retried_freely_once_and_the_culprit_found_in_its_turn() {
+        let poison = Poison::default();
+        for i in 0..20 {
+            poison.died(&prompt(i), &start("a"), 20, false);
+        }
+        for i in 0..20 {
+            assert!(poison.turn(&prompt(i)).await.is_none(), "all at once");
+        }
+        tokio::time::advance(Duration::from_secs(1)).await;
+        for i in 0..3 {
+            poison.died(&prompt(i), &start("b"), 30, false);
+        }
+        for i in 0..20 {
+            assert!(poison.admit(&prompt(i)).is_ok(), "condemns nobody");
+            assert_eq!(poison.turn(&prompt(i)).await.is_some(), i < 3);
+        }
+        poison.died(&prompt(1), &start("c"), 30, true);
+        for i in 0..20 {
+            assert_eq!(poison.admit(&prompt(i)).is_err(), i == 1);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_correlated_crash_condemns_nobody() {
+        let poison = Poison::default();
+        poison.died(&prompt(0), &start("z"), 1, false);
+        tokio::time::advance(TOGETHER).await;
+        // A rack goes while the suspect has its turn on one replica of it.
+        for (i, replica) in (1..).zip(["a", "b", "c"]) {
+            poison.died(&prompt(i), &start(replica), 1, false);
+        }
+        poison.died(&prompt(0), &start("d"), 1, true);
+        for i in 0..4 {
+            assert!(poison.admit(&prompt(i)).is_ok());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn memory_is_bounded() {
+        let poison = Poison::default();
+        for i in 0..MOST + 10 {
+            let mut hash = [0; 16];
+            hash[..8].copy_from_slice(&(i as u64).to_le_bytes());
+            poison.died(&PromptHash(hash), &start("a"), 1, false);
+        }
+        assert!(poison.lock().prompts.len() <= MOST);
+    }
+}

@@ -1,0 +1,113 @@
+//! A prompt that kills engines must not kill the fleet.
+
+use std::time::Duration;
+
+use berth::{
+    engine::sim::{SimConfig, SimEngine, SimHandle},
+    proto::{
+        AttemptFailure, EngineKind, Rank, RegisterReplicaRequest, SampleRequest,
+        register_replica_request::Address, replica_service_client::ReplicaServiceClient,
+    },
+};
+use futures_util::future::join_all;
+use tonic::Code;
+
+use crate::cluster::{Cluster, VOCAB, eventually, instant, only, refused, request, route};
+
+/// An id that the engines' vocabulary does not have, though they were registered
+/// as if it had: stands for any prompt that ends an engine.
+const DEADLY: u32 = 5000;
+
+/// Engines with a vocabulary of 1,000 that are registered with a larger one, and
+/// no sidecar that would know better.
+async fn liars(cluster: &Cluster, count: u32) -> Vec<SimHandle> {
+    let mut engines = Vec::new();
+    for i in 0..count {
+        let engine = SimEngine::start(SimConfig {
+            vocab_size: 1000,
+            step: Some(Duration::from_millis(1)),
+            ..instant()
+        })
+        .await
+        .unwrap();
+        ReplicaServiceClient::new(cluster.channel.clone())
+            .register_replica(RegisterReplicaRequest {
+                replica_id: format!("liar{i}"),
+                boot_id: "boot".to_owned(),
+                address: Some(Address::Endpoint(engine.url())),
+                engine: EngineKind::Sglang.into(),
+                model: engine.config().model.clone(),
+                vocab_size: VOCAB,
+                context_length: 16_384,
+                page_size: 1,
+                ranks: vec![Rank {
+                    kv_capacity_tokens: 375_000,
+                    ..Rank::default()
+                }],
+                ..RegisterReplicaRequest::default()
+            })
+            .await
+            .unwrap();
+        engines.push(engine);
+    }
+    engines
+}
+
+fn alive(engines: &[SimHandle]) -> usize {
+    engines.iter().filter(|e| e.is_alive()).count()
+}
+
+#[tokio::test]
+async fn a_prompt_that_kills_engines_is_condemned_after_the_second() {
+    let cluster = Cluster::start(0, instant()).await;
+    let engines = liars(&cluster, 5).await;
+    let deadly = |key: &str| SampleRequest {
+        idempotency_key: Some(key.to_owned()),
+        ..request(&[1, DEADLY, 3], 4)
+    };
+    let first = cluster.sample(deadly("a")).await;
+    refused(first, Code::FailedPrecondition, "PROMPT_CONDEMNED");
+    assert_eq!(alive(&engines), 3);
+    // Under its key for ever, under any other key for a time.
+    for key in ["a", "b"] {
+        let again = cluster.sample(deadly(key)).await;
+        refused(again, Code::FailedPrecondition, "PROMPT_CONDEMNED");
+    }
+    let keyless = cluster.sample(request(&[1, DEADLY, 3], 4)).await;
+    refused(keyless, Code::FailedPrecondition, "PROMPT_CONDEMNED");
+    assert_eq!(alive(&engines), 3);
+    cluster.sample(request(&[1, 2, 3], 4)).await.unwrap();
+    cluster.stop().await;
+}
+
+/// Those that were in flight beside it are answered by another engine.
+#[tokio::test]
+async fn the_innocent_beside_it_are_answered() {
+    let cluster = Cluster::start(0, instant()).await;
+    let engines = liars(&cluster, 4).await;
+    let prompts: Vec<Vec<u32>> = (0..8).map(|i| vec![i, i + 1, i + 2]).collect();
+    let innocent = join_all(prompts.iter().map(|p| cluster.sample(request(p, 400))));
+    let guilty = async {
+        eventually("all run", async || {
+            engines.iter().map(|e| e.counters().started).sum::<u64>() == 8
+        })
+        .await;
+        cluster.sample(request(&[1, DEADLY, 3], 4)).await
+    };
+    let (innocent, guilty) = tokio::join!(innocent, guilty);
+    refused(guilty, Code::FailedPrecondition, "PROMPT_CONDEMNED");
+    assert_eq!(alive(&engines), 2);
+    for (prompt, response) in prompts.iter().zip(innocent) {
+        let response = response.unwrap();
+        let sample = only(&response);
+        let tokens = berth::engine::sim::tokens::expected(prompt, 0, 400, 1000);
+        assert_eq!(sample.token_ids, tokens);
+        let failed = route(sample)
+            .attempts
+            .iter()
+            .filter_map(|a| a.failure.map(|_| a.failure()));
+        assert!(failed.clone().all(|f| f == AttemptFailure::Lost));
+        assert!(failed.count() <= 2);
+    }
+    cluster.stop().await;
+}
