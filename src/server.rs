@@ -83,6 +83,7 @@ impl Server {
                 )),
             },
             running: Arc::default(),
+            counters: Arc::default(),
             poison: Arc::default(),
             tasks: TaskTracker::new(),
             closing: CancellationToken::new(),

@@ -3,16 +3,20 @@
 use std::pin::Pin;
 
 use futures_util::Stream;
+use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
-use super::{sampling::not_yet, write};
+use super::{
+    sampling::{not_yet, trajectory},
+    write,
+};
 use crate::{
     error::{Error, Reason},
     fleet::{
         Health, RankStatus, ReplicaStatus,
         facts::{EngineKind, RankReport},
     },
-    ids::ReplicaId,
+    ids::{ReplicaId, Tenant},
     proto::{self, fleet_service_server::FleetService},
     stack::Parts,
 };
@@ -20,12 +24,16 @@ use crate::{
 /// The service.
 pub struct FleetView {
     parts: Parts,
+    started: Instant,
 }
 
 impl FleetView {
     /// Over these parts.
     pub fn new(parts: Parts) -> Self {
-        Self { parts }
+        Self {
+            parts,
+            started: Instant::now(),
+        }
     }
 }
 
@@ -90,16 +98,44 @@ impl FleetService for FleetView {
 
     async fn get_pin(
         &self,
-        _request: Request<proto::GetPinRequest>,
+        request: Request<proto::GetPinRequest>,
     ) -> Result<Response<proto::GetPinResponse>, Status> {
-        Err(not_yet("GetPin"))
+        let tenant = Tenant::default();
+        let message = request.into_inner();
+        let key = trajectory(
+            &self.parts,
+            &tenant,
+            message.model.as_deref(),
+            message.adapter.as_deref(),
+            &message.cache_affinity_key,
+        )?;
+        let snapshot = self.parts.fleet.snapshot();
+        let view = self.parts.router.pin(key, Instant::now());
+        // A pin whose rank is gone is as good as none: its next turn is placed anew.
+        let pin = view.and_then(|view| {
+            let rank = snapshot.rank(view.slot)?;
+            Some(proto::Pin {
+                replica_id: rank.target.replica.as_str().to_owned(),
+                incarnation: rank.target.incarnation.0,
+                rank: rank.target.rank,
+                tokens: view.tokens.into(),
+                idle: write::duration(view.idle),
+                live: view.live,
+            })
+        });
+        Ok(Response::new(proto::GetPinResponse { pin }))
     }
 
     async fn get_stats(
         &self,
         _request: Request<proto::GetStatsRequest>,
     ) -> Result<Response<proto::GetStatsResponse>, Status> {
-        Err(not_yet("GetStats"))
+        let all = self.parts.counters.all();
+        Ok(Response::new(proto::GetStatsResponse {
+            counters: all.into_iter().map(|(n, c)| (n.to_owned(), c)).collect(),
+            pins: self.parts.router.pins() as u64,
+            uptime: write::duration(self.started.elapsed()),
+        }))
     }
 }
 

@@ -13,6 +13,7 @@ use tower::Service;
 use super::{
     Parts, StackConfig,
     attempts::SampleRun,
+    counters::Counters,
     dispatch::AttemptFailed,
     fence::Fence,
     idempotency::{Samples, Work},
@@ -96,6 +97,7 @@ pub struct Affinity<S> {
     pub(super) router: Arc<Router>,
     pub(super) fence: Fence,
     pub(super) poison: Arc<Poison>,
+    pub(super) counters: Arc<Counters>,
     pub(super) max_attempts: u32,
 }
 
@@ -112,6 +114,7 @@ impl<S> Affinity<S> {
                 parts.tasks.clone(),
             ),
             poison: Arc::clone(&parts.poison),
+            counters: Arc::clone(&parts.counters),
             max_attempts: config.max_attempts,
         }
     }

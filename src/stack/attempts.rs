@@ -185,6 +185,7 @@ where
             };
             // Suspects one at a time: when an engine dies now, it is known by whom.
             let suspect = self.suspect_turn().await?;
+            self.layer.counters.attempts.one();
             let ended = self.layer.inner.clone().call(attempt).await;
             let next = match ended {
                 Ok(done) => Next::Accept(Box::new(done)),
@@ -248,6 +249,9 @@ where
             Left::Copy { broken } => {
                 let fence = &self.layer.fence;
                 let how = fence.attempt(&rank.target, &rank.url, id).await?;
+                if how == Fenced::Aborted {
+                    self.layer.counters.attempts_aborted.one();
+                }
                 if broken && how == Fenced::Refused {
                     let crowd = chosen.ticket.in_flight();
                     let poison = &self.layer.poison;
@@ -275,6 +279,7 @@ where
                 .await?;
             tracing::info!(sample, attempt = orphan.number, target = %orphan.target, ?how,
                 "fenced an attempt of an earlier run");
+            self.layer.counters.orphans_fenced.one();
             work.journal.fence(self.index, orphan.number).await?;
         }
         Ok(())
@@ -313,6 +318,7 @@ where
         let target = &chosen.rank.target;
         let AttemptFailed { failure, tokens } = failed;
         if let Some(kind) = failure.receipt() {
+            self.count(kind);
             self.attempts.push(AttemptReceipt {
                 number: self.number,
                 target: target.clone(),
@@ -416,6 +422,34 @@ where
         })
     }
 
+    fn count(&self, failure: AttemptFailure) {
+        let counters = &self.layer.counters;
+        match failure {
+            AttemptFailure::Refused => &counters.attempts_refused,
+            AttemptFailure::Busy => &counters.attempts_busy,
+            AttemptFailure::Lost => &counters.attempts_lost,
+            AttemptFailure::Aborted => &counters.attempts_ended_early,
+            AttemptFailure::BadReply => &counters.attempts_bad_reply,
+        }
+        .one();
+    }
+
+    fn count_sample(&self, output: &SampleOutput, wrong_rank: bool) {
+        let counters = &self.layer.counters;
+        let usage = &output.usage;
+        counters.samples.one();
+        counters.wrong_rank.add(u64::from(wrong_rank));
+        let expected = output.route.expected_cached_tokens;
+        counters.cached_tokens_expected.add(u64::from(expected));
+        counters
+            .cached_tokens_reported
+            .add(u64::from(usage.cached_tokens));
+        counters.prompt_tokens.add(u64::from(usage.prompt_tokens));
+        counters
+            .completion_tokens
+            .add(u64::from(usage.completion_tokens));
+    }
+
     /// After an attempt that was lost for good.
     fn lose(&mut self, tokens: Partial, base: u32, chosen: &Chosen, error: Error) -> Next {
         self.avoid.push(chosen.rank.slot);
@@ -482,13 +516,14 @@ where
             FinishReason::Aborted { .. } => (StopReason::Aborted, None),
         };
         let served_rank = finish.served_rank;
-        if served_rank.is_some_and(|served| served != chosen.rank.engine_rank) {
+        let wrong_rank = served_rank.is_some_and(|served| served != chosen.rank.engine_rank);
+        if wrong_rank {
             tracing::warn!(%target, served_rank, "the engine served on another rank than it was told");
         }
         let last_version = tokens.weight_spans.last().map(|s| s.version.clone());
         let snapshot = self.layer.fleet.snapshot();
         if let Some(key) = pin_key(self.resolved)
-            && served_rank.is_none_or(|served| served == chosen.rank.engine_rank)
+            && !wrong_rank
         {
             // The last token's KV is not computed.
             let held = (prompt + completion).saturating_sub(1);
@@ -536,7 +571,13 @@ where
             .work
             .journal
             .commit(self.index, self.number, finished.clone())
-            .await?;
+            .await
+            .inspect_err(|error| {
+                if error.reason == Reason::OutcomeUnknown {
+                    self.layer.counters.late_results.one();
+                }
+            })?;
+        self.count_sample(&finished.output, wrong_rank);
         self.resolved.work.generation.sample_done(self.index);
         Ok((finished, kept))
     }

@@ -17,7 +17,9 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::Service;
 
 use super::{
-    Parts, StackConfig, fingerprint,
+    Parts, StackConfig,
+    counters::Counters,
+    fingerprint,
     generation::{Finished, Generation, Outcome, Ticket},
     journal::{Journal, from_scratch},
     running::{Entered, Running},
@@ -63,6 +65,7 @@ struct Shared {
     grace: Duration,
     max_followers: usize,
     running: Arc<Running>,
+    counters: Arc<Counters>,
     tasks: TaskTracker,
     closing: CancellationToken,
 }
@@ -78,6 +81,7 @@ impl<S> Idempotency<S> {
                 grace: config.grace,
                 max_followers: config.max_followers,
                 running: Arc::clone(&parts.running),
+                counters: Arc::clone(&parts.counters),
                 tasks: parts.tasks.clone(),
                 closing: parts.closing.clone(),
             }),
@@ -142,7 +146,10 @@ impl Shared {
                         .spawn(run.with_key(inner, call, key, fingerprint));
                     return Ok(ticket);
                 }
-                Entered::Joined(ticket) => return Ok(ticket),
+                Entered::Joined(ticket) => {
+                    self.counters.joins.one();
+                    return Ok(ticket);
+                }
                 Entered::TooMany => {
                     return Err(Error::new(
                         Reason::TooManyWaiters,
@@ -152,7 +159,10 @@ impl Shared {
                         ),
                     ));
                 }
-                Entered::Mismatch => return Err(reused()),
+                Entered::Mismatch => {
+                    self.counters.keys_reused.one();
+                    return Err(reused());
+                }
                 // Never beside it: after it.
                 Entered::Stopping(ending) => drop(ending.ended().await),
             }
@@ -203,13 +213,19 @@ impl Run {
         };
         let outcome = match self.shared.store.claim(request).await {
             Err(error) => Err(error.into()),
-            Ok(Claim::Done(completion)) => Ok(Finished {
-                completion,
-                replayed: true,
-                stored: true,
-            }),
+            Ok(Claim::Done(completion)) => {
+                self.shared.counters.replays.one();
+                Ok(Finished {
+                    completion,
+                    replayed: true,
+                    stored: true,
+                })
+            }
             Ok(Claim::Failed(error)) => Err(error),
-            Ok(Claim::Mismatch) => Err(reused()),
+            Ok(Claim::Mismatch) => {
+                self.shared.counters.keys_reused.one();
+                Err(reused())
+            }
             Ok(Claim::DataLoss) => Err(Error::new(
                 Reason::DataLoss,
                 "the result stored under this idempotency key is damaged; it is neither served \
@@ -248,6 +264,11 @@ impl Run {
     }
 
     fn end(&self, outcome: Outcome) {
+        if let Err(error) = &outcome
+            && error.reason == Reason::OutcomeUnknown
+        {
+            self.shared.counters.unknown_outcomes.one();
+        }
         // The key first: who is woken by the end may begin anew at once.
         if let Some(key) = &self.key {
             self.shared.running.leave(key, &self.generation);
@@ -267,6 +288,7 @@ impl Run {
     where
         S: Service<Work, Response = Samples, Error = Error>,
     {
+        self.shared.counters.generations.one();
         let started_at = start.started_at;
         for (sample, _) in &start.finished {
             self.generation.sample_done(*sample);

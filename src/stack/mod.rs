@@ -15,6 +15,7 @@
 
 pub mod affinity;
 mod attempts;
+pub mod counters;
 pub mod deadline;
 pub mod dispatch;
 pub mod fence;
@@ -61,6 +62,8 @@ pub struct Parts {
     pub engines: Engines,
     /// The generations that run under a key.
     pub running: Arc<running::Running>,
+    /// What happened so far.
+    pub counters: Arc<counters::Counters>,
     /// Prompts that engines died with.
     pub poison: Arc<poison::Poison>,
     /// The tasks of running generations.

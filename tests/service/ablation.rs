@@ -56,8 +56,8 @@ async fn the_random_baseline_averages_what_chance_expects() {
             run_id: Some(format!("chance-{seed}")),
             baseline: Baseline::Random,
             // Lengths scale out of the rates; shorter ones are quicker.
-            initial_prompt_tokens: 512,
-            output_tokens: 64,
+            initial_prompt_tokens: 128,
+            output_tokens: 16,
             concurrency: 4,
             ..AffinityBench::default()
         };

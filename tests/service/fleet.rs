@@ -1,8 +1,9 @@
 //! Replicas that come, go and are looked at.
 
 use berth::proto::{
-    DeregisterReplicaRequest, GetReplicaRequest, HeartbeatRequest, ListReplicasRequest,
-    RegisterReplicaRequest, ReplicaHealth, replica_service_client::ReplicaServiceClient,
+    DeregisterReplicaRequest, GetPinRequest, GetReplicaRequest, GetStatsRequest, HeartbeatRequest,
+    ListReplicasRequest, RegisterReplicaRequest, ReplicaHealth,
+    replica_service_client::ReplicaServiceClient,
 };
 use tonic::Code;
 
@@ -186,5 +187,74 @@ async fn strangers_words_change_nothing() {
         .unwrap_err();
     assert_eq!(reason(&bad), "INVALID_REQUEST");
     assert!(cluster.sample(request(&ids(1, 8), 1)).await.is_ok());
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn pins_and_counters_are_shown() {
+    let cluster = Cluster::start(2, instant()).await;
+    let prompt = ids(1, 100);
+    let mut asked = keyed("t", &prompt, 11);
+    asked.idempotency_key = Some("k".to_owned());
+    let first = cluster.sample(asked.clone()).await.unwrap();
+    cluster.sample(asked).await.unwrap();
+    let pin = |key: &str| GetPinRequest {
+        cache_affinity_key: key.to_owned(),
+        ..GetPinRequest::default()
+    };
+    let mut operator = cluster.operator();
+    let found = operator
+        .get_pin(pin("t"))
+        .await
+        .unwrap()
+        .into_inner()
+        .pin
+        .unwrap();
+    let (replica, rank) = crate::cluster::home(crate::cluster::only(&first));
+    assert_eq!((found.replica_id, found.rank), (replica, rank));
+    assert_eq!((found.tokens, found.live), (110, true));
+    assert!(
+        operator
+            .get_pin(pin("other"))
+            .await
+            .unwrap()
+            .into_inner()
+            .pin
+            .is_none()
+    );
+
+    let stats = operator
+        .get_stats(GetStatsRequest {})
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(stats.pins, 1);
+    let count = |name: &str| stats.counters[name];
+    assert_eq!(count("generations"), 1);
+    assert_eq!(count("replays"), 1);
+    assert_eq!(count("attempts"), 1);
+    assert_eq!(
+        (count("prompt_tokens"), count("completion_tokens")),
+        (100, 11)
+    );
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn health_is_told_by_the_standard_protocol() {
+    use tonic_health::pb::{
+        HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+    };
+    let cluster = Cluster::start(0, instant()).await;
+    let mut health = HealthClient::new(cluster.channel.clone());
+    for service in ["", "berth.v1.SamplingService", "berth.v1.ReplicaService"] {
+        let answer = health
+            .check(HealthCheckRequest {
+                service: service.to_owned(),
+            })
+            .await
+            .unwrap();
+        assert_eq!(answer.into_inner().status(), ServingStatus::Serving);
+    }
     cluster.stop().await;
 }

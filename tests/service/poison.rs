@@ -5,7 +5,7 @@ use std::time::Duration;
 use berth::{
     engine::sim::{SimConfig, SimEngine, SimHandle},
     proto::{
-        AttemptFailure, EngineKind, Rank, RegisterReplicaRequest, SampleRequest,
+        AttemptFailure, Capabilities, EngineKind, Rank, RegisterReplicaRequest, SampleRequest,
         register_replica_request::Address, replica_service_client::ReplicaServiceClient,
     },
 };
@@ -40,6 +40,10 @@ async fn liars(cluster: &Cluster, count: u32) -> Vec<SimHandle> {
                 vocab_size: VOCAB,
                 context_length: 16_384,
                 page_size: 1,
+                capabilities: Some(Capabilities {
+                    incremental_streaming: true,
+                    ..Capabilities::default()
+                }),
                 ranks: vec![Rank {
                     kv_capacity_tokens: 375_000,
                     ..Rank::default()

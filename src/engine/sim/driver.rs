@@ -191,6 +191,16 @@ impl Driver {
             for event in &step.events {
                 self.begin(event);
             }
+            // Not one byte of this step or of a later one reaches anybody, however
+            // soon the connections are cut.
+            if step
+                .events
+                .iter()
+                .any(|event| matches!(event, Event::Crashed { .. }))
+            {
+                self.dead = true;
+                return;
+            }
             elapsed += step.took.as_secs_f64() * self.slow * self.time_scale;
             let deadline = Duration::try_from_secs_f64(elapsed)
                 .ok()

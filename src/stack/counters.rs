@@ -1,0 +1,84 @@
+//! What happened since the start, as plain counters: `GetStats` tells them.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// Counts since the start of this process.
+        #[derive(Debug, Default)]
+        pub struct Counters {
+            $($(#[$doc])* pub $name: Counter,)*
+        }
+
+        impl Counters {
+            /// All of them by name.
+            pub fn all(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name.get()),)*]
+            }
+        }
+    };
+}
+
+counters! {
+    /// Generations begun, with a key or without.
+    generations,
+    /// Callers that joined a running generation instead of beginning another.
+    joins,
+    /// Callers that were answered with a stored result.
+    replays,
+    /// Keys refused because they were used for something else.
+    keys_reused,
+    /// Generations that ended with OUTCOME_UNKNOWN.
+    unknown_outcomes,
+    /// Results of a fenced attempt that came late and were dropped.
+    late_results,
+    /// Attempts sent to engines.
+    attempts,
+    /// Attempts that no engine took because its port refused.
+    attempts_refused,
+    /// Attempts that an engine did not take because it was full.
+    attempts_busy,
+    /// Attempts that broke off.
+    attempts_lost,
+    /// Attempts that engines ended early by themselves.
+    attempts_ended_early,
+    /// Attempts whose reply was not believed.
+    attempts_bad_reply,
+    /// Attempts that were aborted at their engine, by us.
+    attempts_aborted,
+    /// Attempts left by an earlier run of the control plane and fenced.
+    orphans_fenced,
+    /// Samples finished.
+    samples,
+    /// Samples that an engine served on another rank than it was told.
+    wrong_rank,
+    /// Cached tokens that pins let one expect.
+    cached_tokens_expected,
+    /// Cached tokens that engines reported, of all samples.
+    cached_tokens_reported,
+    /// Prompt tokens of all samples.
+    prompt_tokens,
+    /// Generated tokens of all samples.
+    completion_tokens,
+}
+
+/// One count.
+#[derive(Debug, Default)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// One more.
+    pub fn one(&self) {
+        self.add(1);
+    }
+
+    /// So many more.
+    pub fn add(&self, count: u64) {
+        self.0.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// As it is.
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
