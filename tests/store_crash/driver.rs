@@ -295,9 +295,9 @@ impl History {
         }
     }
 
-    /// Whether a store holds all of it.
-    pub(super) async fn check(&self, store: &SledStore) {
-        for (n, number) in &self.done {
+    /// Whether a store holds all of it, from this key on.
+    pub(super) async fn check(&self, store: &SledStore, from: u64) {
+        for (n, number) in self.done.range(from..) {
             let replay = match store.read(key(*n)).await.unwrap() {
                 Some(Claim::Done(replay)) => replay,
                 other => panic!("key {n}: an acknowledged result is lost: {other:?}"),
@@ -305,7 +305,7 @@ impl History {
             let expected = sample(*n, 0, *number, tokens_of(*n)).output;
             assert_eq!(replay.samples, [expected], "key {n}");
         }
-        for (n, number) in &self.sent {
+        for (n, number) in self.sent.range(from..) {
             match store.read(key(*n)).await.unwrap() {
                 Some(Claim::Done(_)) => {}
                 Some(Claim::Claimed(left)) => {

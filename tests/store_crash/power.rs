@@ -448,7 +448,7 @@ async fn nothing_acknowledged_is_lost_with_the_power() {
             Ok(store) => store,
             Err(e) => panic!("image {image} at {moment}: {e}"),
         };
-        history.check(&store).await;
+        history.check(&store, 0).await;
         store.close().await.unwrap();
         acknowledged += history.done.len() + history.sent.len();
     }
