@@ -1,15 +1,13 @@
 """A trainer in Python with nothing but stock gRPC: what it relies on."""
 
-import contextlib
 import random
 import uuid
 
 import grpc
 import pytest
+from calls import DEADLINE_SECONDS, follow, raw, refused
+from cluster import wait_for
 from google.rpc import error_details_pb2
-from grpc_status import rpc_status
-
-DEADLINE_SECONDS = 60
 
 
 @pytest.fixture
@@ -38,35 +36,6 @@ def request_for(api, replicas):
         )
 
     return make
-
-
-def details_of(error):
-    """The google.rpc details of a failed call, by type."""
-    status = rpc_status.from_call(error)
-    assert status is not None, f"no details: {error}"
-    found = {}
-    for packed in status.details:
-        for kind in (
-            error_details_pb2.ErrorInfo,
-            error_details_pb2.BadRequest,
-            error_details_pb2.RetryInfo,
-        ):
-            message = kind()
-            if packed.Unpack(message):
-                found[kind] = message
-    return found
-
-
-@contextlib.contextmanager
-def refused(code):
-    """Expects an error with this code; its details are in what it yields."""
-    details = {}
-    with pytest.raises(grpc.RpcError) as caught:
-        yield details
-    assert caught.value.code() == code, caught.value
-    details.update(details_of(caught.value))
-    info = details[error_details_pb2.ErrorInfo]
-    assert info.domain == "berth.dev"
 
 
 def test_the_second_turn_of_a_trajectory_is_cached_on_the_same_rank(
@@ -157,10 +126,6 @@ def test_a_retry_under_the_same_key_is_a_replay_to_the_byte(
     assert raw(kept.response) == raw(first)
 
 
-def raw(response):
-    return [s.SerializeToString(deterministic=True) for s in response.samples]
-
-
 def test_a_key_cannot_be_used_for_other_parameters(sampling, name, prompt, request_for):
     request = request_for(prompt, idempotency_key=name)
     sampling.Sample(request, timeout=DEADLINE_SECONDS)
@@ -168,3 +133,68 @@ def test_a_key_cannot_be_used_for_other_parameters(sampling, name, prompt, reque
     with refused(grpc.StatusCode.ALREADY_EXISTS) as details:
         sampling.Sample(request, timeout=DEADLINE_SECONDS)
     assert details[error_details_pb2.ErrorInfo].reason == "IDEMPOTENCY_KEY_REUSED"
+
+
+def test_the_deltas_of_a_stream_add_up_to_its_final_message(
+    sampling, name, prompt, request_for
+):
+    request = request_for(prompt, idempotency_key=name, num_samples=2)
+    held, final, kinds = follow(sampling.SampleStream(request, timeout=DEADLINE_SECONDS))
+    assert "delta" in kinds
+    assert [s.index for s in final.samples] == [0, 1]
+    assert held == {s.index: list(s.token_ids) for s in final.samples}
+    assert all(len(tokens) == 32 for tokens in held.values())
+
+    # The unary call and a second stream of this key give the same result.
+    unary = sampling.Sample(request, timeout=DEADLINE_SECONDS)
+    assert unary.replayed
+    assert raw(unary) == raw(final)
+    held_again, final_again, _ = follow(
+        sampling.SampleStream(request, timeout=DEADLINE_SECONDS)
+    )
+    assert final_again.replayed
+    assert held_again == held
+    assert raw(final_again) == raw(final)
+
+
+def test_a_deadline_ends_the_call_and_the_generation(
+    sampling, cluster, prompt, request_for
+):
+    request = request_for(prompt)
+    request.sampling.max_tokens = 8000
+    with pytest.raises(grpc.RpcError) as caught:
+        sampling.Sample(request, timeout=0.5)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    if cluster is None:
+        return
+
+    def ended():
+        found = [
+            entry
+            for engine in cluster.engines.values()
+            for entry in engine.history()
+            if entry["prompt_tokens"] == 600 and entry["how"] in ("live", "aborted")
+        ]
+        return found and all(entry["how"] == "aborted" for entry in found)
+
+    wait_for(ended, "the engine stops, since nobody can come back for it")
+
+
+def test_a_retry_after_a_deadline_joins_what_was_begun(
+    sampling, cluster, name, prompt, request_for
+):
+    request = request_for(prompt[:599], idempotency_key=name)
+    request.sampling.max_tokens = 2000
+    with pytest.raises(grpc.RpcError) as caught:
+        sampling.Sample(request, timeout=0.5)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    (one,) = sampling.Sample(request, timeout=DEADLINE_SECONDS).samples
+    assert len(one.token_ids) == 2000
+    if cluster:
+        (entry,) = [
+            entry
+            for engine in cluster.engines.values()
+            for entry in engine.history()
+            if entry["prompt_tokens"] == 599
+        ]
+        assert (entry["how"], entry["tokens"]) == ("length", 2000)
