@@ -125,7 +125,12 @@ fn health_name(health: ReplicaHealth) -> String {
 fn facts(replicas: &[&Replica]) -> Fleet {
     let ranks = || replicas.iter().flat_map(|r| &r.ranks);
     let mut accelerators = BTreeMap::new();
-    for accelerator in replicas.iter().filter_map(|r| r.accelerator.as_ref()) {
+    // An engine that runs on a CPU has none, and says so by an empty name.
+    let named = replicas
+        .iter()
+        .filter_map(|r| r.accelerator.as_ref())
+        .filter(|accelerator| !accelerator.name.is_empty());
+    for accelerator in named {
         *accelerators.entry(accelerator.name.clone()).or_default() += u64::from(accelerator.count);
     }
     Fleet {
@@ -256,6 +261,15 @@ mod tests {
         assert_eq!(fleet.ranks, 2);
         assert!(!fleet.seeds);
         assert_eq!(fleet.accelerators["NVIDIA H100 80GB HBM3"], 2);
+    }
+
+    #[test]
+    fn replicas_without_an_accelerator_name_none() {
+        let mut on_cpu = replica("a", ReplicaHealth::Healthy);
+        on_cpu.accelerator = Some(Accelerator::default());
+        let mut silent = replica("b", ReplicaHealth::Healthy);
+        silent.accelerator = None;
+        assert!(facts(&[&on_cpu, &silent]).accelerators.is_empty());
     }
 
     #[test]
