@@ -3,7 +3,10 @@
 
 use std::{fmt, sync::Arc};
 
-use crate::{call::WeightsConstraint, fleet::snapshot::RankView};
+use crate::{
+    call::WeightsConstraint,
+    fleet::{facts::EngineKind, snapshot::RankView},
+};
 
 /// What a request needs of a rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,6 +37,9 @@ pub struct Needs {
     pub structured_output: bool,
     /// Priorities in the engine's queue.
     pub priority: bool,
+    /// The end of sequence does not end a generation, and token ids of the
+    /// request's own do.
+    pub stop_ids_past_eos: bool,
 }
 
 /// What a rank lacks for a request.
@@ -110,6 +116,12 @@ impl Needs {
                 "structured output",
             ),
             (self.priority, has.priority, "priorities"),
+            (
+                self.stop_ids_past_eos,
+                // SGLang's ignore_eos turns every token id's end off with it.
+                facts.engine != EngineKind::Sglang,
+                "stop_token_ids together with ignore_eos",
+            ),
         ]
         .into_iter()
         .find(|(needed, has, _)| *needed && !has)

@@ -201,6 +201,11 @@ fn needs(call: &SampleCall, model: Arc<str>) -> Needs {
         routed_experts: params.routed_experts,
         structured_output: sampling.structured.is_some(),
         priority: call.priority != 0,
+        stop_ids_past_eos: sampling.ignore_eos
+            && sampling
+                .stop_token_ids
+                .as_ref()
+                .is_some_and(|ids| !ids.is_empty()),
     }
 }
 

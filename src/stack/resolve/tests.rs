@@ -144,7 +144,7 @@ async fn prompt_and_output_fit_the_context() {
 async fn what_no_replica_can_honour_is_refused_by_name() {
     let fleet = fleet(vec![facts("a", "m")]).await;
     type Change = fn(&mut SampleParams, &mut Sampling);
-    let wants: [(&str, Change); 8] = [
+    let wants: [(&str, Change); 9] = [
         ("tokenizer", |p, _| p.prompt = Prompt::Text("a".into())),
         ("tokenizer", |_, s| s.stop = Some(vec!["a".into()])),
         ("tokenizer", |_, s| s.min_tokens = Some(1)),
@@ -160,6 +160,10 @@ async fn what_no_replica_can_honour_is_refused_by_name() {
         ("structured", |_, s| {
             s.structured = Some(crate::call::Structured::Regex("a".into()));
         }),
+        ("ignore_eos", |_, s| {
+            s.ignore_eos = true;
+            s.stop_token_ids = Some(vec![1]);
+        }),
     ];
     for (what, want) in wants {
         let error = ask(&fleet, want).unwrap_err();
@@ -167,6 +171,32 @@ async fn what_no_replica_can_honour_is_refused_by_name() {
         assert!(error.message.contains(what), "{what}: {}", error.message);
     }
     assert!(ask(&fleet, |_, s| s.stop = Some(vec![])).is_ok());
+    assert!(ask(&fleet, |_, s| s.stop_token_ids = Some(vec![1])).is_ok());
+    let no_ids = |_: &mut SampleParams, s: &mut Sampling| {
+        s.ignore_eos = true;
+        s.stop_token_ids = Some(vec![]);
+    };
+    assert!(ask(&fleet, no_ids).is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn stop_ids_past_the_end_of_sequence_are_for_engines_that_tell_the_two_apart() {
+    let mut vllm = facts("b", "m");
+    vllm.engine = EngineKind::Vllm;
+    let fleet = fleet(vec![facts("a", "m"), vllm]).await;
+    let needs = ask(&fleet, |_, s| {
+        s.ignore_eos = true;
+        s.stop_token_ids = Some(vec![1]);
+    })
+    .unwrap();
+    let able: Vec<_> = fleet
+        .snapshot()
+        .ranks
+        .iter()
+        .filter(|rank| needs.lack(rank).is_none())
+        .map(|rank| rank.replica.facts.engine)
+        .collect();
+    assert_eq!(able, [EngineKind::Vllm]);
 }
 
 #[tokio::test(start_paused = true)]
