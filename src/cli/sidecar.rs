@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::sidecar::{AcceleratorConfig, Sidecar, SidecarConfig};
+use crate::sidecar::{AcceleratorConfig, Sidecar, SidecarConfig, Timing};
 
 /// Options.
 #[derive(Debug, clap::Args)]
@@ -38,6 +38,11 @@ pub struct Args {
     /// From SIGTERM to the end at most; what runs may finish within it.
     #[arg(long, env = "BERTH_SIDECAR_DRAIN_TIMEOUT", default_value = "30s", value_parser = humantime::parse_duration)]
     drain_timeout: Duration,
+    /// A busy rank of which nothing is heard for so long is taken for dead. An
+    /// engine is silent during one step: more where a step of prefill takes
+    /// longer, as on a CPU.
+    #[arg(long, env = "BERTH_SIDECAR_FROZEN_AFTER", default_value = "5s", value_parser = humantime::parse_duration)]
+    frozen_after: Duration,
     #[command(flatten)]
     log: super::LogArgs,
 }
@@ -103,6 +108,10 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         },
         seed: overrides.seed,
         drain_timeout: args.drain_timeout,
+        timing: Timing {
+            frozen_after: args.frozen_after,
+            ..Timing::default()
+        },
         ..SidecarConfig::new(args.control_plane, args.engine_url, replica_id)
     };
     super::log(args.log.log_format, &args.log.log)?;
