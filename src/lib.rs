@@ -9,6 +9,7 @@ pub mod cli;
 pub mod config;
 pub mod engine;
 pub mod error;
+pub mod failpoint;
 pub mod fleet;
 pub mod harness;
 pub mod ids;

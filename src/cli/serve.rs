@@ -7,6 +7,7 @@ use clap::CommandFactory;
 
 use crate::{
     config::{Config, Options, unknown_variables},
+    failpoint,
     server::{Server, drain_on_signals},
 };
 
@@ -49,6 +50,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         return Ok(());
     }
     super::log(config.log_format, &config.log)?;
+    if let Ok(said) = std::env::var(failpoint::VARIABLE) {
+        failpoint::arm(&said).map_err(anyhow::Error::msg)?;
+    }
     let server = Server::start(config).await?;
     drain_on_signals(server.drain_token())?;
     server.ended().await
@@ -65,7 +69,8 @@ fn known_variables() -> Vec<String> {
         );
         command.get_subcommands().for_each(|c| collect(c, into));
     }
-    let mut known = Vec::new();
+    // For tests that kill: no option, so not in the help.
+    let mut known = vec![failpoint::VARIABLE.to_owned()];
     collect(&super::Cli::command(), &mut known);
     known
 }

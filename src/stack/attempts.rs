@@ -36,6 +36,7 @@ use crate::{
     },
     engine::{Finish, FinishReason},
     error::{Error, Reason},
+    failpoint::{self, Point},
     fleet::snapshot::RankSlot,
     ids::{EngineRequestId, Target},
     store::FinishedSample,
@@ -174,6 +175,7 @@ where
             };
             let generation = &self.resolved.work.generation;
             generation.attempt(self.index, self.number, &kept, route);
+            failpoint::pass(Point::Routed);
             let attempt = RoutedAttempt {
                 work: self.resolved.work.clone(),
                 sample: self.index,

@@ -26,6 +26,7 @@ use crate::{
         StreamMode,
     },
     error::{Error, Reason},
+    failpoint::{self, Point},
     ids::EngineRequestId,
     store::AttemptRecord,
 };
@@ -171,15 +172,18 @@ impl Run {
             target: attempt.rank.target.clone(),
             url: attempt.rank.url.to_string(),
         };
+        failpoint::pass(Point::Dispatch);
         attempt
             .work
             .journal
             .dispatch(attempt.sample, record)
             .await
             .map_err(Failure::Fatal)?;
+        failpoint::pass(Point::Dispatched);
 
         let stop = attempt.work.generation.stop_token();
         let mut events = self.client.generate(request);
+        failpoint::pass_soon(Point::Sent);
         let failure = loop {
             let event = tokio::select! {
                 biased;
@@ -195,6 +199,7 @@ impl Run {
                     }
                     attempt.work.generation.push(attempt.sample, &chunk);
                     tokens.push(chunk, attempt.started);
+                    failpoint::pass(Point::Token);
                 }
                 Some(Ok(EngineEvent::Finished(finish))) => {
                     tokens.finish(base, &finish);
@@ -204,6 +209,7 @@ impl Run {
                     if matches!(finish.reason, FinishReason::Aborted { .. }) {
                         return Err(Failure::Aborted(finish));
                     }
+                    failpoint::pass(Point::Ended);
                     return Ok(*finish);
                 }
                 Some(Err(error)) => break error.into(),

@@ -22,6 +22,7 @@ use tokio_util::task::TaskTracker;
 use crate::{
     engine::{EngineClient, EngineError},
     error::{Error, Reason},
+    failpoint::{self, Point},
     fleet::{Fleet, facts::EngineKind},
     ids::{EngineRequestId, Target},
     stack::Engines,
@@ -98,6 +99,7 @@ impl Fence {
             if self.fleet.is_over(target) {
                 return Ok(Fenced::Over);
             }
+            failpoint::pass(Point::Abort);
             match abort(client, url, id).await {
                 Answer::Aborted => {
                     self.again(client, url, id);
@@ -118,6 +120,7 @@ impl Fence {
         let (client, url, id) = (Arc::clone(client), Arc::clone(url), id.clone());
         self.tasks.spawn(async move {
             sleep(ABORT_AGAIN).await;
+            failpoint::pass(Point::AbortAgain);
             abort(&client, &url, &id).await;
         });
     }

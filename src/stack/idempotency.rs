@@ -27,6 +27,7 @@ use super::{
 };
 use crate::{
     error::{Error, Reason},
+    failpoint::{self, Point},
     store::{Claim, ClaimRequest, Claimed, Fingerprint, FinishedSample, KeyHash, OwnerId, Store},
 };
 
@@ -211,6 +212,7 @@ impl Run {
             num_samples: call.params().num_samples,
             owner: self.shared.owner,
         };
+        failpoint::pass(Point::Claim);
         let outcome = match self.shared.store.claim(request).await {
             Err(error) => Err(error.into()),
             Ok(Claim::Done(completion)) => {
@@ -236,6 +238,7 @@ impl Run {
                 "another control plane generates this key; retry to get its result",
             )),
             Ok(Claim::Claimed(claimed)) => {
+                failpoint::pass(Point::Claimed);
                 let journal = Journal::Keyed {
                     store: Arc::clone(&self.shared.store),
                     owner: self.shared.owner,
@@ -256,6 +259,9 @@ impl Run {
                     // The record stays claimed by this run: the next claim of
                     // this owner takes it over.
                     tracing::warn!(%trouble, "a failed generation could not be written down");
+                }
+                if outcome.is_ok() {
+                    failpoint::pass(Point::Told);
                 }
                 outcome
             }

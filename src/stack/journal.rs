@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::{
     error::{Error, Reason},
+    failpoint::{self, Point},
     store::{AttemptRecord, Claimed, Commit, FinishedSample, KeyHash, OwnerId, Store},
 };
 
@@ -59,7 +60,10 @@ impl Journal {
                     .await
                     .map_err(Error::from)?
                 {
-                    Commit::Stored => Ok(true),
+                    Commit::Stored => {
+                        failpoint::pass(Point::Committed);
+                        Ok(true)
+                    }
                     Commit::TooLarge => Ok(false),
                     Commit::Stale => Err(Error::new(
                         Reason::OutcomeUnknown,
@@ -78,10 +82,12 @@ impl Journal {
     pub async fn fence(&self, sample: u32, attempt: u32) -> Result<(), Error> {
         match self {
             Self::None => Ok(()),
-            Self::Keyed { store, owner, key } => store
-                .fence(*key, *owner, sample, attempt)
-                .await
-                .map_err(Error::from),
+            Self::Keyed { store, owner, key } => {
+                failpoint::pass(Point::Aborted);
+                store.fence(*key, *owner, sample, attempt).await?;
+                failpoint::pass(Point::Fenced);
+                Ok(())
+            }
         }
     }
 
@@ -92,12 +98,16 @@ impl Journal {
     pub async fn give_up(&self, error: &Error) -> Result<(), Error> {
         match self {
             Self::None => Ok(()),
-            Self::Keyed { store, owner, key } => if error.reason.is_deterministic() {
-                store.fail(*key, *owner, error.clone()).await
-            } else {
-                store.release(*key, *owner).await
+            Self::Keyed { store, owner, key } => {
+                failpoint::pass(Point::GiveUp);
+                if error.reason.is_deterministic() {
+                    store.fail(*key, *owner, error.clone()).await?;
+                } else {
+                    store.release(*key, *owner).await?;
+                }
+                failpoint::pass(Point::GivenUp);
+                Ok(())
             }
-            .map_err(Error::from),
         }
     }
 }
