@@ -108,11 +108,7 @@ impl<S> Affinity<S> {
             inner,
             fleet: Arc::clone(&parts.fleet),
             router: Arc::clone(&parts.router),
-            fence: Fence::new(
-                Arc::clone(&parts.fleet),
-                parts.engines.clone(),
-                parts.tasks.clone(),
-            ),
+            fence: Fence::new(Arc::clone(&parts.fleet), parts.engines.clone()),
             poison: Arc::clone(&parts.poison),
             counters: Arc::clone(&parts.counters),
             max_attempts: config.max_attempts,

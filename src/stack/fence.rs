@@ -3,11 +3,12 @@
 //! An attempt is fenced when its engine has answered an abort by its id, or its
 //! port refuses connections, or the fleet knows that its start of the replica is
 //! over. An abort is sent a second time after a moment, because an engine answers
-//! 200 for an id that it has not parsed yet: from the first answer on, a copy
-//! lives for [`ABORT_AGAIN`] at most, well below the second that is promised.
+//! 200 for an id that it has not parsed yet. Only then is the attempt fenced: were
+//! that written down before, a crash in between would leave nobody who sends the
+//! second abort, and a copy that runs to its end beside the next attempt.
 //!
 //! ```text
-//! abort ──answered──▶ fenced (and again after a moment)
+//! abort ──answered──▶ a moment, abort again ──answered──▶ fenced
 //!   │ ──refused────▶ fenced
 //!   └──silence──▶ is the start over? ──yes──▶ fenced
 //!                     │ no: pause, abort again, for PATIENCE at most
@@ -17,7 +18,6 @@
 use std::{sync::Arc, time::Duration};
 
 use tokio::time::{Instant, sleep, timeout};
-use tokio_util::task::TaskTracker;
 
 use crate::{
     engine::{EngineClient, EngineError},
@@ -46,13 +46,12 @@ const PATIENCE: Duration = Duration::from_secs(15);
 pub struct Fence {
     fleet: Arc<Fleet>,
     engines: Engines,
-    tasks: TaskTracker,
 }
 
 /// How an attempt was fenced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fenced {
-    /// The engine answered the abort.
+    /// The engine answered both aborts.
     Aborted,
     /// Its port refuses: nothing runs there.
     Refused,
@@ -68,12 +67,8 @@ enum Answer {
 
 impl Fence {
     /// Over this fleet.
-    pub fn new(fleet: Arc<Fleet>, engines: Engines, tasks: TaskTracker) -> Self {
-        Self {
-            fleet,
-            engines,
-            tasks,
-        }
+    pub fn new(fleet: Arc<Fleet>, engines: Engines) -> Self {
+        Self { fleet, engines }
     }
 
     /// Fences the attempt `id` that was sent to `target` at `url`.
@@ -95,15 +90,21 @@ impl Fence {
         let Some(client) = self.engines.client(kind) else {
             return Err(unknown(target));
         };
+        let mut answered = false;
         loop {
             if self.fleet.is_over(target) {
                 return Ok(Fenced::Over);
             }
-            failpoint::pass(Point::Abort);
+            failpoint::pass(if answered {
+                Point::AbortAgain
+            } else {
+                Point::Abort
+            });
             match abort(client, url, id).await {
+                Answer::Aborted if answered => return Ok(Fenced::Aborted),
                 Answer::Aborted => {
-                    self.again(client, url, id);
-                    return Ok(Fenced::Aborted);
+                    answered = true;
+                    sleep(ABORT_AGAIN).await;
                 }
                 Answer::Refused => {
                     self.fleet.unreachable(target);
@@ -113,16 +114,6 @@ impl Fence {
                 Answer::Silent => sleep(PAUSE).await,
             }
         }
-    }
-
-    /// Sends the second abort by itself: nobody waits for it.
-    fn again(&self, client: &Arc<dyn EngineClient>, url: &Arc<str>, id: &EngineRequestId) {
-        let (client, url, id) = (Arc::clone(client), Arc::clone(url), id.clone());
-        self.tasks.spawn(async move {
-            sleep(ABORT_AGAIN).await;
-            failpoint::pass(Point::AbortAgain);
-            abort(&client, &url, &id).await;
-        });
     }
 }
 

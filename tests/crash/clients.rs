@@ -143,11 +143,7 @@ impl Client {
         }
     }
 
-    async fn once(
-        &self,
-        asked: &Asked,
-        limit: Option<Duration>,
-    ) -> Result<SampleResponse, Status> {
+    async fn once(&self, asked: &Asked, limit: Option<Duration>) -> Result<SampleResponse, Status> {
         let mut request = tonic::Request::new(asked.request());
         if let Some(limit) = limit {
             request.set_timeout(limit);

@@ -184,9 +184,7 @@ async fn one_key_has_one_result_whenever_the_control_plane_dies() {
             // Every sixth at random, the others at the points in turn.
             let n = harness.cycles;
             let turn = (n - n / 6) as usize % Point::ALL.len();
-            harness
-                .cycle((n % 6 != 5).then(|| Point::ALL[turn]))
-                .await;
+            harness.cycle((n % 6 != 5).then(|| Point::ALL[turn])).await;
             if harness.cycles.is_multiple_of(CALM_EVERY) {
                 harness.calm().await;
             }
