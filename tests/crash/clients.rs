@@ -108,7 +108,6 @@ impl Client {
     /// Until it is answered.
     async fn ask(&self, asked: &Asked, rng: &mut Rng, temper: Temper) -> SampleResponse {
         let begun = Instant::now();
-        let mut last = None;
         loop {
             let result = match temper {
                 Temper::Patient | Temper::Doubled => self.once(asked, None).await,
@@ -124,19 +123,19 @@ impl Client {
                 }
                 Temper::Streaming => self.streamed(asked).await,
             };
-            match result {
+            let status = match result {
                 Ok(response) => {
                     self.history.answered(asked, &response);
                     return response;
                 }
                 Err(status) => {
                     self.history.refused(asked, &status);
-                    last = Some(status);
+                    status
                 }
-            }
+            };
             if begun.elapsed() > ANSWERED_WITHIN {
                 self.history
-                    .fault(format!("{}: never answered, at last {last:?}", asked.key));
+                    .fault(format!("{}: never answered, at last {status}", asked.key));
                 return pending_forever().await;
             }
             sleep(Duration::from_millis(20 + rng.below(60))).await;

@@ -1,6 +1,11 @@
 //! Three simulated engines with their sidecars.
 
-use std::{cell::Cell, future::pending, net::SocketAddr, time::Duration};
+use std::{
+    future::pending,
+    net::SocketAddr,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::Duration,
+};
 
 use berth::{
     engine::sim::{DropStream, Faults, Profile, Record, SimConfig, SimEngine, SimHandle, Times},
@@ -124,10 +129,10 @@ async fn carry(mut client: TcpStream, engine: SocketAddr) {
     engine.set_nodelay(true).unwrap();
     let (mut from_client, mut to_client) = client.split();
     let (mut from_engine, mut to_engine) = engine.split();
-    let gone = Cell::new(false);
+    let gone = AtomicBool::new(false);
     let up = async {
         let _ = tokio::io::copy(&mut from_client, &mut to_engine).await;
-        gone.set(true);
+        gone.store(true, Relaxed);
         pending::<()>().await;
     };
     let down = async {
@@ -135,11 +140,11 @@ async fn carry(mut client: TcpStream, engine: SocketAddr) {
         loop {
             match timeout(HELD, from_engine.read(&mut buffer)).await {
                 Ok(Ok(n)) if n > 0 => {
-                    if !gone.get() && to_client.write_all(&buffer[..n]).await.is_err() {
-                        gone.set(true);
+                    if !gone.load(Relaxed) && to_client.write_all(&buffer[..n]).await.is_err() {
+                        gone.store(true, Relaxed);
                     }
                 }
-                Err(_) if !gone.get() => {}
+                Err(_) if !gone.load(Relaxed) => {}
                 Ok(_) | Err(_) => return,
             }
         }

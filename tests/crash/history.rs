@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    fmt,
+    fmt::{self, Write},
     sync::{Mutex, MutexGuard},
     time::Duration,
 };
@@ -78,8 +78,8 @@ impl History {
     }
 
     pub(crate) fn must_be_sound(&self) {
-        let state = self.lock();
-        assert!(state.faults.is_empty(), "{:#?}", state.faults);
+        let faults = self.lock().faults.clone();
+        assert!(faults.is_empty(), "{faults:#?}");
     }
 
     pub(crate) fn answered(&self, asked: &Asked, response: &SampleResponse) {
@@ -186,19 +186,38 @@ impl History {
             }
             let beside = longest_beyond(answered.asked.samples as usize, &runs);
             if beside > COPIES {
-                faults.push(format!("{key}: copies ran for {beside:?}: {runs:#?}"));
+                faults.push(format!(
+                    "{key}: copies ran for {beside:?}: {}",
+                    lives(&runs)
+                ));
             }
             copies.beside += usize::from(!beside.is_zero());
             copies.longest = copies.longest.max(beside);
         }
-        let strangers = by_prompt.len();
+        copies.strangers = by_prompt.len();
         drop(state);
-        if strangers > 0 {
-            self.fault(format!("{strangers} prompts were run that nobody got"));
-        }
         faults.into_iter().for_each(|fault| self.fault(fault));
         copies
     }
+}
+
+/// For a person: when each arrived, started and ended, in seconds.
+fn lives(runs: &[&Record]) -> String {
+    let zero = runs.iter().map(|run| run.arrived).min();
+    let after = |at: Option<Instant>| Some((at? - zero?).as_secs_f64());
+    let mut text = String::new();
+    for run in runs {
+        let _ = write!(
+            text,
+            "\n  {} arrived {:.3?} started {:.3?} ended {:.3?} {:?}",
+            run.rid,
+            after(Some(run.arrived)),
+            after(run.started),
+            after(run.ended),
+            run.how
+        );
+    }
+    text
 }
 
 /// The longest time for which more than `samples` ran at once.
@@ -234,6 +253,8 @@ pub(crate) struct Copies {
     again: usize,
     beside: usize,
     longest: Duration,
+    /// Prompts whose keys are not answered yet.
+    pub(crate) strangers: usize,
 }
 
 impl fmt::Display for Copies {

@@ -15,7 +15,8 @@
 //! early.
 //!
 //! Long form: `BERTH_CRASH_CYCLES=1000 cargo test --test crash -- --nocapture`.
-//! `BERTH_CRASH_SEED` chooses other times and counts.
+//! `BERTH_CRASH_SEED` chooses other times and counts, `BERTH_CRASH_BINARY`
+//! another build of the binary.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -116,14 +117,15 @@ impl Harness {
         if self.rng.below(4) == 0 {
             self.engines.misbehave(&mut self.rng);
         }
-        let passages = match aim {
-            // Many a cycle.
-            Some(Point::Token) => 1 + self.rng.below(60),
-            // Some, of what the life before has left.
-            Some(Point::Abort | Point::Aborted | Point::Fenced) => 1 + self.rng.below(4),
-            Some(Point::AbortAgain) => 1,
-            Some(_) => 1 + self.rng.below(8),
-            None => 0,
+        // Most often early, and sometimes after a while of work.
+        let spread = 1 << self.rng.below(6);
+        let passages = 1 + match aim {
+            // Many a sample.
+            Some(Point::Token) => self.rng.below(8 * spread),
+            // Few: of what the life before has left.
+            Some(Point::Abort | Point::Aborted | Point::Fenced) => self.rng.below(4),
+            Some(Point::AbortAgain) | None => 0,
+            Some(_) => self.rng.below(spread),
         };
         self.plane.start(aim.map(|point| (point, passages)));
         let life = match aim {
@@ -148,6 +150,7 @@ impl Harness {
         self.plane.start(None);
         sleep(CALM).await;
         self.plane.kill().await;
+        self.history.look_through(&self.engines.histories());
         self.history.must_be_sound();
     }
 
@@ -159,6 +162,7 @@ impl Harness {
         let asked_again = self.clients.ask_all_again().await;
         self.history.must_be_sound();
         let copies = self.history.look_through(&self.engines.histories());
+        assert_eq!(copies.strangers, 0, "prompts were run that nobody got");
         self.plane.kill().await;
         self.engines.stop().await;
         let Kills { at, random, missed } = &self.kills;

@@ -56,7 +56,9 @@ impl Plane {
             .truncate(true)
             .open(self.log())
             .unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_berth"));
+        let built = env!("CARGO_BIN_EXE_berth");
+        let binary = std::env::var("BERTH_CRASH_BINARY").unwrap_or_else(|_| built.to_owned());
+        let mut command = Command::new(binary);
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BERTH_")) {
             command.env_remove(name);
         }
