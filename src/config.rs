@@ -416,10 +416,12 @@ impl Config {
 }
 
 /// Variables that begin with `BERTH_` and are none of `known`: misspelt, most
-/// likely.
+/// likely. Those that Kubernetes puts into every pod beside a Service of the name
+/// `berth` are nobody's mistake.
 pub fn unknown_variables(variables: impl Iterator<Item = String>, known: &[String]) -> Vec<String> {
     let mut unknown: Vec<String> = variables
         .filter(|name| name.starts_with("BERTH_") && !known.contains(name))
+        .filter(|name| !name.starts_with("BERTH_SERVICE_") && !name.starts_with("BERTH_PORT"))
         .collect();
     unknown.sort();
     unknown
@@ -476,7 +478,14 @@ mod tests {
 
     #[test]
     fn misspelt_variables_are_found() {
-        let names = ["BERTH_LISTEN", "BERTH_LISTN", "PATH"].map(str::to_owned);
+        let names = [
+            "BERTH_LISTEN",
+            "BERTH_LISTN",
+            "PATH",
+            "BERTH_SERVICE_HOST",
+            "BERTH_PORT_7700_TCP",
+        ]
+        .map(str::to_owned);
         assert_eq!(
             unknown_variables(names.into_iter(), &["BERTH_LISTEN".to_owned()]),
             ["BERTH_LISTN"]

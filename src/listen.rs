@@ -4,7 +4,7 @@
 //! `grpc-timeout` outside every layer and answers CANCELLED, and a client must
 //! hear DEADLINE_EXCEEDED. Here the stack's own deadline is the only one.
 
-use std::{convert::Infallible, net::SocketAddr, time::Duration};
+use std::{convert::Infallible, io, net::SocketAddr, time::Duration};
 
 use bytes::Bytes;
 use hyper::{body::Incoming, server::conn::http2, service::service_fn};
@@ -13,6 +13,7 @@ use hyper_util::{
     server::graceful::GracefulShutdown,
 };
 use tokio::{
+    io::{AsyncRead, AsyncReadExt, AsyncWrite},
     net::{TcpListener, TcpStream},
     task::JoinSet,
 };
@@ -43,6 +44,10 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// that it may provoke: more end the connection (rapid reset).
 const MAX_PENDING_RESETS: usize = 20;
 const MAX_LOCAL_RESETS: usize = 1024;
+/// What every HTTP/2 client says first (RFC 9113, 3.4).
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// From the connection to the end of HTTP/2's preface, by which a client begins.
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 /// After an accept that failed for want of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -74,10 +79,27 @@ pub async fn serve<S, B>(
         };
         match accepted {
             Ok((stream, peer)) => {
-                let connection = graceful.watch(connection(stream, peer, service.clone(), limits));
+                // Answers are small and awaited; a socket that refuses the option
+                // works too.
+                let _ = stream.set_nodelay(true);
+                let watcher = graceful.watcher();
+                let (service, drain) = (service.clone(), drain.clone());
                 connections.spawn(async move {
-                    if let Err(error) = connection.await {
-                        debug!(%peer, %error, "connection ended");
+                    let opened = tokio::select! {
+                        biased;
+                        // Nothing was asked yet.
+                        () = drain.cancelled() => return,
+                        opened = tokio::time::timeout(PREFACE_TIMEOUT, preface(stream)) => opened,
+                    };
+                    match opened {
+                        Ok(Ok(io)) => {
+                            let connection = connection(io, peer, service, limits);
+                            if let Err(error) = watcher.watch(connection).await {
+                                debug!(%peer, %error, "connection ended");
+                            }
+                        }
+                        Ok(Err(error)) => debug!(%peer, %error, "connection ended"),
+                        Err(_) => debug!(%peer, "connection without a word closed"),
                     }
                 });
             }
@@ -93,8 +115,21 @@ pub async fn serve<S, B>(
     graceful.shutdown().await;
 }
 
+/// Waits for the preface and gives a stream that begins with it. hyper waits for
+/// it without bound, a drain included: who connects and says nothing (a port
+/// scan, a probe of a load balancer) would hold up every shutdown.
+async fn preface(stream: TcpStream) -> io::Result<impl AsyncRead + AsyncWrite + Send + 'static> {
+    let (mut read, write) = stream.into_split();
+    let mut preface = [0; PREFACE.len()];
+    read.read_exact(&mut preface).await?;
+    if preface[..] != *PREFACE {
+        return Err(io::Error::other("it does not speak HTTP/2"));
+    }
+    Ok(tokio::io::join(PREFACE.chain(read), write))
+}
+
 fn connection<S, B>(
-    stream: TcpStream,
+    io: impl AsyncRead + AsyncWrite + Send + 'static,
     peer: SocketAddr,
     service: S,
     limits: Limits,
@@ -108,8 +143,8 @@ where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
 {
-    // Answers are small and awaited; a socket that refuses the option works too.
-    let _ = stream.set_nodelay(true);
+    // hyper wants it movable; a stream that is read from two halves is not.
+    let io = Box::pin(io);
     let service = service_fn(move |mut request: http::Request<Incoming>| {
         request.extensions_mut().insert(Peer(peer));
         service.clone().oneshot(request.map(tonic::body::Body::new))
@@ -125,5 +160,39 @@ where
         .keep_alive_timeout(KEEPALIVE_TIMEOUT)
         .max_pending_accept_reset_streams(MAX_PENDING_RESETS)
         .max_local_error_reset_streams(MAX_LOCAL_RESETS)
-        .serve_connection(TokioIo::new(stream), service)
+        .serve_connection(TokioIo::new(io), service)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{io::AsyncWriteExt, time::timeout};
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn who_says_nothing_does_not_hold_up_the_drain() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let drain = CancellationToken::new();
+        let service = tower::service_fn(|_| async {
+            Ok::<_, Infallible>(http::Response::new(tonic::body::Body::empty()))
+        });
+        let limits = Limits { max_streams: 1 };
+        let served = tokio::spawn(serve(listener, service, limits, drain.clone()));
+        let silent = TcpStream::connect(address).await.unwrap();
+        let mut slow = TcpStream::connect(address).await.unwrap();
+        slow.write_all(&PREFACE[..7]).await.unwrap();
+        // Connections are accepted in order: with an answer here, the others are.
+        let mut client = TcpStream::connect(address).await.unwrap();
+        client.write_all(PREFACE).await.unwrap();
+        let empty_settings = [0, 0, 0, 4, 0, 0, 0, 0, 0];
+        client.write_all(&empty_settings).await.unwrap();
+        client.read_exact(&mut [0; 9]).await.unwrap();
+        drop(client);
+        drain.cancel();
+        timeout(SOON, served).await.unwrap().unwrap();
+        drop((silent, slow));
+    }
 }
