@@ -1,0 +1,445 @@
+"""What the ablation does not show of a real engine behind Berth: the facts that
+it was registered with, refusals, streams, log probabilities, a replay, and callers
+that leave. Needs grpcio and grpcio-tools, and an engine that nobody else uses.
+
+    exercise.py CONTROL_PLANE ENGINE_URL...
+"""
+
+import importlib
+import importlib.resources
+import json
+import math
+import pathlib
+import random
+import sys
+import tempfile
+import time
+import urllib.request
+import uuid
+
+import grpc
+from grpc_tools import protoc
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+VOCABULARY = 32_000
+CONTEXT = 32_768
+KV_TOKENS = 32_768
+DEADLINE = 120
+# How soon a rank must be idle after its caller has left.
+IDLE_SECONDS = 1.0
+
+
+def compile_protos(out):
+    """The generated modules of proto/berth/v1, by their names."""
+    wellknown = importlib.resources.files("grpc_tools") / "_proto"
+    protos = sorted((ROOT / "proto").glob("berth/v1/*.proto"))
+    code = protoc.main(
+        [
+            "protoc",
+            f"--proto_path={ROOT / 'proto'}",
+            f"--proto_path={wellknown}",
+            f"--python_out={out}",
+            f"--grpc_python_out={out}",
+            *map(str, protos),
+        ]
+    )
+    assert code == 0, "the protos do not compile"
+    sys.path.insert(0, out)
+
+
+def get(url, path):
+    with urllib.request.urlopen(url + path, timeout=10) as reply:
+        return json.load(reply)
+
+
+def post(url, path, body):
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return reply.read()
+
+
+def running(engine):
+    """Requests that run or wait at the engine, all its ranks together."""
+    loads = get(engine, "/v1/loads?include=core")["loads"]
+    return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in loads)
+
+
+def wait_for(condition, what, seconds):
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, f"{what}: not within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+class Exercise:
+    def __init__(self, channel, engines):
+        self.pb = importlib.import_module("berth.v1.sampling_pb2")
+        self.fleet_pb = importlib.import_module("berth.v1.fleet_pb2")
+        grpc_of = importlib.import_module("berth.v1.sampling_pb2_grpc")
+        fleet_of = importlib.import_module("berth.v1.fleet_pb2_grpc")
+        self.sampling = grpc_of.SamplingServiceStub(channel)
+        self.fleet = fleet_of.FleetServiceStub(channel)
+        self.engines = engines
+        self.random = random.SystemRandom()
+
+    def ids(self, count):
+        # Past the ids that could end a generation.
+        return [self.random.randrange(10, VOCABULARY) for _ in range(count)]
+
+    def request(self, prompt, max_tokens, **fields):
+        return self.pb.SampleRequest(
+            token_ids=self.pb.TokenIds(ids=prompt),
+            sampling=self.pb.Sampling(
+                max_tokens=max_tokens, ignore_eos=True, temperature=0.0
+            ),
+            **fields,
+        )
+
+    def sample(self, *args, **fields):
+        return self.sampling.Sample(self.request(*args, **fields), timeout=DEADLINE)
+
+    def replicas(self):
+        listed = self.fleet.ListReplicas(self.fleet_pb.ListReplicasRequest())
+        return listed.replicas
+
+    def facts(self):
+        """A sidecar registers what the engine is."""
+        replicas = self.replicas()
+        assert len(replicas) == len(self.engines)
+        for replica in replicas:
+            assert replica.health == self.fleet_pb.REPLICA_HEALTH_HEALTHY, replica
+            engine = get(replica.endpoint, "/server_info")
+            assert replica.engine_version == engine["version"]
+            assert replica.model == engine["served_model_name"]
+            assert replica.vocab_size == VOCABULARY
+            assert replica.context_length == CONTEXT
+            assert replica.page_size == engine["page_size"] == 1
+            can = replica.capabilities
+            assert not can.tokenizer and not can.structured_output
+            assert can.output_logprobs and can.prompt_logprobs
+            assert can.incremental_streaming == engine["incremental_streaming_output"]
+            assert [r.rank for r in replica.ranks] == [0, 1]
+            for rank in replica.ranks:
+                assert rank.kv_capacity_tokens == KV_TOKENS
+                assert rank.weight_version == "default"
+                assert rank.routable and rank.reported.healthy
+            print(
+                f"  {replica.replica_id}: SGLang {replica.engine_version}, 2 ranks of "
+                f"{KV_TOKENS} tokens, incremental {can.incremental_streaming}, "
+                f"seed {can.seed}"
+            )
+
+    def refusal(self):
+        """An id outside the vocabulary ends an engine: it must not get there."""
+        for bad in (VOCABULARY, 2**32 - 1):
+            try:
+                self.sample([1, bad, 3], 4)
+            except grpc.RpcError as error:
+                assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, error
+                assert "vocabulary" in error.details().lower(), error.details()
+            else:
+                raise AssertionError(f"token id {bad} was taken")
+        self.alive()
+
+    def alive(self):
+        """Every rank of every engine still generates."""
+        turns = self.pb.ROUTING_POLICY_ROUND_ROBIN
+        self.round_robin(lambda: self.sample(self.ids(20), 2, routing_policy=turns))
+
+    def ranks(self):
+        return 2 * len(self.engines)
+
+    def round_robin(self, call, by_rank=True):
+        """Asks until every rank, or every engine, has answered."""
+        wanted = self.ranks() if by_rank else len(self.engines)
+        seen = set()
+        for _ in range(4 * self.ranks()):
+            response = call()
+            route = response.samples[0].route
+            assert route.served_rank == route.rank, route
+            assert route.HasField("served_rank"), route
+            seen.add((route.replica_id, route.rank if by_rank else None))
+            if len(seen) == wanted:
+                return
+        raise AssertionError(f"only {sorted(seen)} answered")
+
+    def stream(self):
+        """The deltas are the final message, from engines of either kind."""
+        incremental = {
+            r.replica_id: r.capabilities.incremental_streaming for r in self.replicas()
+        }
+        said = set()
+
+        def once():
+            prompt = self.ids(200)
+            request = self.request(
+                prompt,
+                200,
+                logprobs=self.pb.Logprobs(output=True),
+                routing_policy=self.pb.ROUTING_POLICY_ROUND_ROBIN,
+            )
+            events = list(self.sampling.SampleStream(request, timeout=DEADLINE))
+            kinds = [e.WhichOneof("event") for e in events]
+            assert kinds[0] == "started" and kinds[-1] == "final", kinds
+            assert kinds.count("final") == 1 and "reset" not in kinds
+            tokens, logprobs, deltas = [], [], 0
+            for event in events:
+                if event.WhichOneof("event") == "delta":
+                    assert event.delta.offset == len(tokens)
+                    tokens.extend(event.delta.token_ids)
+                    logprobs.extend(event.delta.logprobs)
+                    deltas += 1
+            final = events[-1].final
+            sample = final.samples[0]
+            assert list(sample.token_ids) == tokens and len(tokens) == 200
+            assert list(sample.logprobs) == logprobs and len(logprobs) == 200
+            assert all(math.isfinite(x) and x <= 0 for x in logprobs)
+            assert [(s.version, s.start, s.end) for s in sample.weight_spans] == [
+                ("default", 0, 200)
+            ]
+            replica = sample.route.replica_id
+            if incremental[replica]:
+                assert deltas > 6, deltas
+            else:
+                # Each frame repeats all before it: few of them.
+                assert 2 <= deltas <= 6, deltas
+            if replica not in said:
+                said.add(replica)
+                first = final.timing.first_token.ToTimedelta().total_seconds()
+                total = final.timing.total.ToTimedelta().total_seconds()
+                print(
+                    f"  {replica}: 200 tokens in {deltas} deltas, first after "
+                    f"{first * 1e3:.0f} of {total * 1e3:.0f} ms"
+                )
+            return final
+
+        self.round_robin(once)
+
+    def logprobs(self):
+        """Log probabilities of output and prompt agree with each other."""
+        prompt = self.ids(50)
+        wanted = self.pb.Logprobs(output=True, top_k=3, prompt=True, prompt_top_k=2)
+        worst = 0.0
+        for _ in range(self.ranks()):
+            first = self.sample(
+                prompt,
+                10,
+                logprobs=wanted,
+                routing_policy=self.pb.ROUTING_POLICY_ROUND_ROBIN,
+            )
+            sample = first.samples[0]
+            assert first.logprob_mode == self.pb.LOGPROB_MODE_PROCESSED
+            assert len(sample.logprobs) == 10
+            top = sample.top_logprobs
+            assert top.stride == 3 and len(top.token_ids) == len(top.logprobs) == 30
+            # Greedy: the most likely is the one that was taken.
+            for at in range(10):
+                best = top.logprobs[3 * at]
+                assert abs(best - sample.logprobs[at]) < 1e-4
+                assert list(top.logprobs[3 * at : 3 * at + 3]) == sorted(
+                    top.logprobs[3 * at : 3 * at + 3], reverse=True
+                )
+            assert self.prompt_is_whole(first, len(prompt))
+            # The output, given as a prompt, has the same ones, but for rounding.
+            again = self.sample(
+                prompt + list(sample.token_ids),
+                1,
+                logprobs=self.pb.Logprobs(prompt=True),
+            )
+            assert again.samples[0].usage.cached_tokens == 0
+            off = [
+                abs(a - b)
+                for a, b in zip(
+                    sample.logprobs, again.prompt_logprobs.logprobs[-10:], strict=True
+                )
+            ]
+            worst = max(worst, *off)
+            assert worst < 0.2, off
+        print(f"  decoded against prefilled: at most {worst:.2e} apart")
+
+    @staticmethod
+    def prompt_is_whole(response, length):
+        of_prompt = response.prompt_logprobs
+        assert len(of_prompt.logprobs) == length
+        assert math.isnan(of_prompt.logprobs[0])
+        assert all(math.isfinite(x) and x <= 0 for x in of_prompt.logprobs[1:])
+        assert of_prompt.top_logprobs.stride == 2
+        assert len(of_prompt.top_logprobs.token_ids) == 2 * length
+        assert response.samples[0].usage.cached_tokens == 0
+        return True
+
+    def fan_out(self):
+        """Samples of one request, a replay of it, and a key used again."""
+        key = f"real-{uuid.uuid4()}"
+        request = self.request(self.ids(60), 8, num_samples=4, idempotency_key=key)
+        first = self.sampling.Sample(request, timeout=DEADLINE)
+        assert [len(s.token_ids) for s in first.samples] == [8] * 4
+        assert not first.replayed
+        again = self.sampling.Sample(request, timeout=DEADLINE)
+        assert again.replayed and list(again.samples) == list(first.samples)
+
+    def idle(self):
+        return all(running(engine) == 0 for engine in self.engines)
+
+    def start_long(self, max_tokens=20_000, **fields):
+        """A generation that takes long, and is running."""
+        wait_for(self.idle, "the engines are idle", 10)
+        request = self.request(self.ids(100), max_tokens, **fields)
+        call = self.sampling.Sample.future(request, timeout=DEADLINE)
+        wait_for(lambda: not self.idle(), "the generation runs", 30)
+        return call
+
+    def stops(self):
+        """A token id that ends a generation is named."""
+
+        def once():
+            request = self.request(
+                self.ids(30), 8, routing_policy=self.pb.ROUTING_POLICY_ROUND_ROBIN
+            )
+            request.sampling.ignore_eos = False
+            request.sampling.stop_token_ids.ids.append(77)
+            request.sampling.logit_bias[77] = 100.0
+            response = self.sampling.Sample(request, timeout=DEADLINE)
+            sample = response.samples[0]
+            assert list(sample.token_ids) == [77]
+            assert sample.stop_reason == self.pb.STOP_REASON_STOP
+            assert sample.matched_token_id == 77
+            return response
+
+        self.round_robin(once)
+        # With ignore_eos SGLang would not stop at it, and say nothing.
+        request = self.request(self.ids(30), 8)
+        request.sampling.stop_token_ids.ids.append(77)
+        try:
+            self.sampling.Sample(request, timeout=DEADLINE)
+        except grpc.RpcError as error:
+            assert error.code() == grpc.StatusCode.FAILED_PRECONDITION, error
+        else:
+            raise AssertionError("stop_token_ids with ignore_eos was taken")
+
+    def cut_short(self, on_abort):
+        """A generation of 400 tokens that its engine aborts midway."""
+        call = self.start_long(
+            400,
+            on_abort=on_abort,
+            logprobs=self.pb.Logprobs(output=True),
+            routing_policy=self.pb.ROUTING_POLICY_ROUND_ROBIN,
+        )
+        time.sleep(0.5)
+        for engine in self.engines:
+            post(engine, "/abort_request", {"rid": "", "abort_all": True})
+        response = call.result()
+        sample = response.samples[0]
+        assert len(sample.logprobs) == len(sample.token_ids)
+        return response
+
+    def engine_abort(self):
+        """What an engine ends early goes on, or is returned, as asked."""
+
+        def goes_on():
+            response = self.cut_short(self.pb.ON_ABORT_CONTINUE)
+            sample = response.samples[0]
+            assert len(sample.token_ids) == 400
+            first, second = sample.route.attempts
+            assert first.failure == self.pb.ATTEMPT_FAILURE_ABORTED
+            assert 0 < first.kept_tokens < 400
+            assert first.kept_tokens + second.kept_tokens == 400
+            return response
+
+        def partial():
+            response = self.cut_short(self.pb.ON_ABORT_RETURN_PARTIAL)
+            sample = response.samples[0]
+            assert 0 < len(sample.token_ids) < 400
+            assert sample.stop_reason == self.pb.STOP_REASON_ABORTED
+            return response
+
+        # What goes on does so on the next rank, so that only every other one is
+        # the last of a request.
+        self.round_robin(goes_on, by_rank=False)
+        self.round_robin(partial)
+
+    def weight_sync(self):
+        """New weights midway: spans say which token is of which."""
+
+        def sync(version):
+            for engine in self.engines:
+                post(
+                    engine,
+                    "/update_weight_version",
+                    {"new_version": version, "abort_all_requests": False},
+                )
+
+        def once():
+            call = self.start_long(
+                400, routing_policy=self.pb.ROUTING_POLICY_ROUND_ROBIN
+            )
+            time.sleep(0.5)
+            sync("7")
+            response = call.result()
+            sync("default")
+            one, two = response.samples[0].weight_spans
+            assert (one.version, one.start) == ("default", 0)
+            assert (two.version, two.end) == ("7", 400)
+            assert 0 < one.end == two.start
+            return response
+
+        self.round_robin(once)
+
+    def cancel(self):
+        """A caller that leaves: its engine is idle at once."""
+        call = self.start_long()
+        call.cancel()
+        left = wait_for(self.idle, "idle after the caller left", IDLE_SECONDS)
+
+        key = f"real-{uuid.uuid4()}"
+        call = self.start_long(idempotency_key=key)
+        told = self.sampling.CancelSample(
+            self.pb.CancelSampleRequest(idempotency_key=key), timeout=DEADLINE
+        )
+        by_key = wait_for(self.idle, "idle after CancelSample", IDLE_SECONDS)
+        assert told.attempts_aborted == 1
+        assert call.code() == grpc.StatusCode.CANCELLED, call.code()
+
+        request = self.request(self.ids(100), 20_000)
+        call = self.sampling.Sample.future(request, timeout=2)
+        assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED, call.code()
+        late = wait_for(self.idle, "idle after the deadline", IDLE_SECONDS)
+        print(
+            f"  idle {left * 1e3:.0f} ms after the caller left, {by_key * 1e3:.0f} ms "
+            f"after CancelSample, {late * 1e3:.0f} ms after a deadline"
+        )
+
+
+def main(control_plane, engines):
+    with tempfile.TemporaryDirectory() as out:
+        compile_protos(out)
+        with grpc.insecure_channel(control_plane) as channel:
+            exercise = Exercise(channel, engines)
+            failed = []
+            for check in (
+                exercise.facts,
+                exercise.refusal,
+                exercise.stream,
+                exercise.logprobs,
+                exercise.fan_out,
+                exercise.stops,
+                exercise.engine_abort,
+                exercise.weight_sync,
+                exercise.cancel,
+                exercise.alive,
+            ):
+                print(f"{check.__name__}: {check.__doc__}")
+                try:
+                    check()
+                except (AssertionError, grpc.RpcError, OSError) as error:
+                    failed.append(check.__name__)
+                    print(f"  FAULT: {type(error).__name__}: {error}")
+            print(f"FAILED: {', '.join(failed)}" if failed else "ok: all of them")
+            return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
