@@ -1,5 +1,5 @@
 //! A rank for every attempt of every sample: the routing core decides where, and
-//! [`attempts`](super::attempts) whether there is another try.
+//! `attempts` whether there is another try.
 
 use std::{
     sync::Arc,

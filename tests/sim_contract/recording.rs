@@ -182,7 +182,11 @@ pub fn frames(body: &str) -> Vec<String> {
 /// What a simulated engine says of itself that the recorded one could not: seeds
 /// do repeat its sampling, its vocabulary stands in no file, and each start has a
 /// time of its own.
-const OWN: [&str; 3] = ["enable_deterministic_inference", "vocab_size", "startup_time"];
+const OWN: [&str; 3] = [
+    "enable_deterministic_inference",
+    "vocab_size",
+    "startup_time",
+];
 
 #[derive(Default)]
 pub struct Compare<'a> {
