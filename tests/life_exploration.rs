@@ -394,6 +394,7 @@ static ATTEMPT: LazyLock<AttemptRecord> = LazyLock::new(|| AttemptRecord {
         rank: 0,
     },
     url: String::new(),
+    binds: Some(7),
 });
 
 fn blank() -> Record<u8> {

@@ -47,6 +47,8 @@ pub struct RoutedAttempt {
     pub id: EngineRequestId,
     /// The rank.
     pub rank: RoutedRank,
+    /// The trajectory whose pin led there.
+    pub pin: Option<PinKey>,
     /// Tokens that it goes on from.
     pub kept: Partial,
     /// When the sample's first attempt began.

@@ -182,6 +182,7 @@ where
                 number: self.number,
                 id: id.clone(),
                 rank: chosen.rank.clone(),
+                pin: pin_key(self.resolved),
                 kept,
                 started,
             };

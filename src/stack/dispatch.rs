@@ -171,6 +171,7 @@ impl Run {
             id: id.clone(),
             target: attempt.rank.target.clone(),
             url: attempt.rank.url.to_string(),
+            binds: attempt.pin.map(|pin| pin.0),
         };
         failpoint::pass(Point::Dispatch);
         attempt

@@ -414,6 +414,7 @@ mod tests {
                 rank: 0,
             },
             url: String::new(),
+            binds: Some(7),
         };
         store.dispatch(key, OWNER, 0, attempt).await.unwrap();
     }

@@ -77,6 +77,10 @@ pub struct AttemptRecord {
     pub target: Target,
     /// The engine's base URL.
     pub url: String,
+    /// The trajectory that it binds to this target, as `routing::PinKey`: written
+    /// in the same batch, so that whoever reads records after a restart knows
+    /// where each trajectory lived.
+    pub binds: Option<u128>,
 }
 
 /// One finished sample, with what the whole result takes from it.

@@ -54,6 +54,7 @@ pub fn attempt(number: u32) -> AttemptRecord {
         id: EngineRequestId::mint(),
         target: target(),
         url: "http://127.0.0.1:30000".into(),
+        binds: Some(7),
     }
 }
 
