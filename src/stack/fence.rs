@@ -93,6 +93,10 @@ impl Fence {
         let mut answered = false;
         loop {
             if self.fleet.is_over(target) {
+                // A lease that ran out says nothing of the engine. If it is there
+                // after all, the old copy stops as well; nobody waits for that.
+                let (client, url, id) = (Arc::clone(client), Arc::clone(url), id.clone());
+                tokio::spawn(async move { abort(&client, &url, &id).await });
                 return Ok(Fenced::Over);
             }
             failpoint::pass(if answered {

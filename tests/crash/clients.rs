@@ -12,8 +12,9 @@ use std::{
 use berth::{
     engine::sim::tokens,
     proto::{
-        SampleRequest, SampleResponse, Sampling, TokenIds, sample_request::Prompt,
-        sample_stream_response::Event, sampling_service_client::SamplingServiceClient,
+        CancelSampleRequest, SampleRequest, SampleResponse, Sampling, TokenIds,
+        sample_request::Prompt, sample_stream_response::Event,
+        sampling_service_client::SamplingServiceClient,
     },
 };
 use futures_util::{StreamExt, future::join_all, stream};
@@ -47,6 +48,8 @@ enum Temper {
     /// Asks from several places at once.
     Doubled,
     Streaming,
+    /// Cancels by key, and then wants it after all.
+    Cancelling,
 }
 
 /// One key and what is asked under it.
@@ -80,6 +83,23 @@ impl Asked {
         }
     }
 
+    /// A long one that is cancelled first.
+    pub(crate) fn cancelled(output: u32) -> Self {
+        Self {
+            key: "cancelled".to_owned(),
+            prompt: vec![1, 2, 3],
+            samples: 1,
+            output,
+            seed: None,
+            affinity: None,
+            temper: Temper::Cancelling,
+        }
+    }
+
+    pub(crate) fn may_be_cancelled(&self) -> bool {
+        self.temper == Temper::Cancelling
+    }
+
     pub(crate) fn expected(&self, sample: u32) -> Vec<u32> {
         let seed = self.seed.map_or(0, |seed| seed + u64::from(sample));
         tokens::expected(&self.prompt, seed, self.output as usize, VOCAB)
@@ -108,6 +128,7 @@ impl Client {
     /// Until it is answered.
     async fn ask(&self, asked: &Asked, rng: &mut Rng, temper: Temper) -> SampleResponse {
         let begun = Instant::now();
+        let mut cancels = 3;
         loop {
             let result = match temper {
                 Temper::Patient | Temper::Doubled => self.once(asked, None).await,
@@ -122,6 +143,14 @@ impl Client {
                         .unwrap_or_else(|_| Err(Status::cancelled("left")))
                 }
                 Temper::Streaming => self.streamed(asked).await,
+                Temper::Cancelling if cancels > 0 => {
+                    cancels -= 1;
+                    let soon = Duration::from_millis(rng.below(150));
+                    let (result, ()) =
+                        tokio::join!(self.once(asked, None), self.cancel(asked, soon));
+                    result
+                }
+                Temper::Cancelling => self.once(asked, None).await,
             };
             let status = match result {
                 Ok(response) => {
@@ -151,6 +180,15 @@ impl Client {
         Ok(answer.into_inner())
     }
 
+    async fn cancel(&self, asked: &Asked, soon: Duration) {
+        sleep(soon).await;
+        let cancel = CancelSampleRequest {
+            idempotency_key: asked.key.clone(),
+        };
+        // Whatever comes of it: the key is asked for again.
+        let _ = self.stub.clone().cancel_sample(cancel).await;
+    }
+
     async fn streamed(&self, asked: &Asked) -> Result<SampleResponse, Status> {
         let answer = self.stub.clone().sample_stream(asked.request()).await?;
         let mut events = answer.into_inner();
@@ -165,6 +203,27 @@ impl Client {
 
 async fn pending_forever() -> SampleResponse {
     std::future::pending().await
+}
+
+/// Asks for it, cancels it as soon as an engine has it, and asks until it is
+/// answered.
+pub(crate) async fn cancel_once(url: String, history: Arc<History>, asked: Asked) {
+    let client = Client::new(&url, &history);
+    loop {
+        let (result, ()) = tokio::join!(
+            client.once(&asked, None),
+            client.cancel(&asked, Duration::from_millis(50))
+        );
+        match result {
+            Ok(response) => return history.answered(&asked, &response),
+            Err(status) => history.refused(&asked, &status),
+        }
+        if history.was_cancelled() {
+            break;
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+    client.ask(&asked, &mut Rng(1), Temper::Patient).await;
 }
 
 pub(crate) struct Clients {
@@ -305,6 +364,14 @@ impl Worker {
         prompt.extend(unique);
         prompt.extend((0..8 + self.rng.below(40)).map(|_| self.rng.below(u64::from(VOCAB)) as u32));
         let samples = 1 + u32::from(self.rng.below(4) == 0);
+        let temper = match self.rng.below(10) {
+            0 => Temper::Impatient,
+            1 => Temper::Leaving,
+            2 => Temper::Doubled,
+            3 => Temper::Streaming,
+            4 => Temper::Cancelling,
+            _ => Temper::Patient,
+        };
         Asked {
             key: format!("key-{number}"),
             prompt,
@@ -312,17 +379,12 @@ impl Worker {
             output: match self.rng.below(12) {
                 // Longer than a second: a copy of it would be seen.
                 0 => 200,
+                _ if temper == Temper::Cancelling => 200,
                 _ => 4 + self.rng.below(40) as u32,
             },
             seed: (samples > 1).then_some(number),
             affinity: affinity.then(|| format!("t{}-{}", self.number, self.trajectory)),
-            temper: match self.rng.below(8) {
-                0 => Temper::Impatient,
-                1 => Temper::Leaving,
-                2 => Temper::Doubled,
-                3 => Temper::Streaming,
-                _ => Temper::Patient,
-            },
+            temper,
         }
     }
 }

@@ -11,6 +11,7 @@ use berth::{
     engine::sim::{DropStream, Faults, Profile, Record, SimConfig, SimEngine, SimHandle, Times},
     harness::playground::accelerator,
     sidecar::{Sidecar, SidecarConfig, SidecarError},
+    stack::fence::ABORT_AGAIN,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -25,13 +26,36 @@ use crate::Rng;
 /// A token takes so long.
 const STEP: Duration = Duration::from_millis(8);
 
-/// An abort within this of a request comes too early: from a kill to the first
-/// abort of the next life is less.
-const LONG_PARSE: Duration = Duration::from_millis(600);
+/// An abort within this of a request comes too early. A life may begin and send
+/// its first abort in less; the second comes later, whenever the first was sent.
+const LONG_PARSE: Duration = ABORT_AGAIN.saturating_sub(Duration::from_millis(15));
 
 /// A connection of a client that is gone is held until the engine was silent
 /// for so long.
 const HELD: Duration = Duration::from_secs(3);
+
+/// What sort of engine.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kind {
+    /// Behind a proxy that does not pass on a close.
+    proxied: bool,
+    parse_delay: Duration,
+}
+
+impl Kind {
+    pub(crate) const PLAIN: Self = Self {
+        proxied: false,
+        parse_delay: Duration::from_millis(15),
+    };
+    pub(crate) const PROXIED: Self = Self {
+        proxied: true,
+        ..Self::PLAIN
+    };
+    pub(crate) const SLOW_TO_PARSE: Self = Self {
+        proxied: true,
+        parse_delay: LONG_PARSE,
+    };
+}
 
 pub(crate) struct Engines {
     all: Vec<(SimHandle, JoinHandle<Result<(), SidecarError>>)>,
@@ -39,16 +63,16 @@ pub(crate) struct Engines {
 }
 
 impl Engines {
-    pub(crate) async fn start(control_plane: &str) -> Self {
+    pub(crate) async fn start(control_plane: &str, kinds: &[Kind]) -> Self {
         let stop = CancellationToken::new();
         let mut all = Vec::new();
-        for (i, (proxied, parse_delay)) in [
-            (false, Duration::from_millis(15)),
-            (true, Duration::from_millis(15)),
-            (true, LONG_PARSE),
-        ]
-        .into_iter()
-        .enumerate()
+        for (
+            i,
+            &Kind {
+                proxied,
+                parse_delay,
+            },
+        ) in kinds.iter().enumerate()
         {
             let engine = SimEngine::start(SimConfig {
                 profile: Profile::Instant,

@@ -130,12 +130,18 @@ impl History {
         let reason = status.get_details_error_info().map(|info| info.reason);
         if let Some(reason) = &reason
             && !RETRIABLE.contains(&reason.as_str())
+            && !(asked.may_be_cancelled() && reason == "CANCELLED")
         {
             self.fault(format!("{}: refused: {reason}: {status}", asked.key));
         }
         // Without a reason it is the transport's word.
         let name = reason.unwrap_or_else(|| format!("{:?}", status.code()));
         *self.lock().refusals.entry(name).or_default() += 1;
+    }
+
+    /// A caller was told so.
+    pub(crate) fn was_cancelled(&self) -> bool {
+        self.lock().refusals.contains_key("CANCELLED")
     }
 
     pub(crate) fn any(&self, rng: &mut Rng) -> Option<Asked> {
@@ -204,12 +210,15 @@ impl History {
 /// For a person: when each arrived, started and ended, in seconds.
 fn lives(runs: &[&Record]) -> String {
     let zero = runs.iter().map(|run| run.arrived).min();
-    let after = |at: Option<Instant>| Some((at? - zero?).as_secs_f64());
+    let after = |at: Option<Instant>| {
+        at.zip(zero)
+            .map_or(f64::NAN, |(at, zero)| (at - zero).as_secs_f64())
+    };
     let mut text = String::new();
     for run in runs {
         let _ = write!(
             text,
-            "\n  {} arrived {:.3?} started {:.3?} ended {:.3?} {:?}",
+            "\n  {} arrived {:.3} started {:.3} ended {:.3} {:?}",
             run.rid,
             after(Some(run.arrived)),
             after(run.started),
@@ -220,7 +229,9 @@ fn lives(runs: &[&Record]) -> String {
     text
 }
 
-/// The longest time for which more than `samples` ran at once.
+/// The longest time for which more than `samples` ran at once: with one sample,
+/// every copy; with two, which an engine's history does not tell apart, one
+/// beside both.
 fn longest_beyond(samples: usize, runs: &[&Record]) -> Duration {
     let now = Instant::now();
     let mut changes: Vec<(Instant, bool)> = runs

@@ -36,23 +36,25 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use berth::failpoint::Point;
 use tokio::time::{Instant, sleep};
 
-use clients::Clients;
-use engines::Engines;
+use clients::{Asked, Clients};
+use engines::{Engines, Kind};
 use history::History;
 use plane::Plane;
 
 /// Callers that work at once.
 const WORKERS: u64 = 10;
 
-/// A point that is not reached within this is given up for a kill.
+/// A point that is not reached within this is given up for a kill: in the long
+/// form, and in the short one, which must reach every point.
 const PATIENCE: Duration = Duration::from_millis(1500);
+const MUCH_PATIENCE: Duration = Duration::from_secs(4);
 
 /// In the short form a point may miss this often.
 const TRIES: u32 = 8;
 
-/// Between calm times in which long generations can finish.
+/// Cycles between calm times, in which long generations can finish.
 const CALM_EVERY: u64 = 20;
-const CALM: Duration = Duration::from_secs(3);
+const CALM: Duration = Duration::from_secs(4);
 
 /// A small generator: reproducible choices are needed, not good ones.
 #[derive(Clone, Debug)]
@@ -91,6 +93,8 @@ struct Harness {
     kills: Kills,
     rng: Rng,
     cycles: u64,
+    /// Time that starts took, in all.
+    starts: Duration,
 }
 
 impl Harness {
@@ -98,7 +102,11 @@ impl Harness {
         let seed = number("BERTH_CRASH_SEED").unwrap_or(0x5eed).max(1);
         let plane = Plane::new(dir.path(), &mut Rng(u64::from(std::process::id())));
         let history = Arc::new(History::default());
-        let engines = Engines::start(&plane.url()).await;
+        let engines = Engines::start(
+            &plane.url(),
+            &[Kind::PLAIN, Kind::PROXIED, Kind::SLOW_TO_PARSE],
+        )
+        .await;
         let clients = Clients::start(&plane.url(), WORKERS, Arc::clone(&history));
         Self {
             plane,
@@ -108,11 +116,12 @@ impl Harness {
             kills: Kills::default(),
             rng: Rng(seed),
             cycles: 0,
+            starts: Duration::ZERO,
         }
     }
 
     /// One life of the control plane. Returns whether it died at the point.
-    async fn cycle(&mut self, aim: Option<Point>) -> bool {
+    async fn cycle(&mut self, aim: Option<Point>, patience: Duration) -> bool {
         self.cycles += 1;
         if self.rng.below(4) == 0 {
             self.engines.misbehave(&mut self.rng);
@@ -128,8 +137,10 @@ impl Harness {
             Some(_) => self.rng.below(spread),
         };
         self.plane.start(aim.map(|point| (point, passages)));
+        // From here on it is the harness's time, not the machine's.
+        self.starts += self.plane.listens().await;
         let life = match aim {
-            Some(_) => PATIENCE,
+            Some(_) => patience,
             None => Duration::from_millis(50 + self.rng.below(900)),
         };
         let hit = self.plane.dies_within(life).await;
@@ -148,6 +159,7 @@ impl Harness {
     /// A life without an end: long generations finish.
     async fn calm(&mut self) {
         self.plane.start(None);
+        self.plane.listens().await;
         sleep(CALM).await;
         self.plane.kill().await;
         self.history.look_through(&self.engines.histories());
@@ -188,15 +200,18 @@ async fn one_key_has_one_result_whenever_the_control_plane_dies() {
             // Every sixth at random, the others at the points in turn.
             let n = harness.cycles;
             let turn = (n - n / 6) as usize % Point::ALL.len();
-            harness.cycle((n % 6 != 5).then(|| Point::ALL[turn])).await;
+            harness
+                .cycle((n % 6 != 5).then(|| Point::ALL[turn]), PATIENCE)
+                .await;
             if harness.cycles.is_multiple_of(CALM_EVERY) {
                 harness.calm().await;
             }
             if harness.cycles.is_multiple_of(100) {
                 println!(
-                    "{} cycles after {:?}: {}",
+                    "{} cycles after {:?}, a start takes {:?}: {}",
                     harness.cycles,
                     begun.elapsed(),
+                    std::mem::take(&mut harness.starts) / 100,
                     harness.history.summary()
                 );
             }
@@ -204,14 +219,41 @@ async fn one_key_has_one_result_whenever_the_control_plane_dies() {
     } else {
         for point in Point::ALL {
             let mut tries = 0;
-            while !harness.cycle(Some(point)).await {
+            while !harness.cycle(Some(point), MUCH_PATIENCE).await {
                 tries += 1;
                 assert!(tries < TRIES, "{point:?} is never reached");
             }
         }
         for _ in 0..4 {
-            harness.cycle(None).await;
+            harness.cycle(None, PATIENCE).await;
         }
     }
     harness.finish().await;
+}
+
+/// An abort overtakes its request, and the control plane dies before it sends
+/// another: the attempt must count as live until somebody has.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_death_between_two_aborts_leaves_no_copy() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut plane = Plane::new(dir.path(), &mut Rng(u64::from(std::process::id()) << 8 | 1));
+    let history = Arc::new(History::default());
+    let engines = Engines::start(&plane.url(), &[Kind::SLOW_TO_PARSE]).await;
+    plane.start(Some((Point::AbortAgain, 1)));
+    plane.listens().await;
+    // Three seconds long.
+    let asked = Asked::cancelled(400);
+    let client = tokio::spawn(clients::cancel_once(
+        plane.url(),
+        Arc::clone(&history),
+        asked.clone(),
+    ));
+    assert!(plane.dies_within(Duration::from_secs(30)).await);
+    plane.start(None);
+    client.await.unwrap();
+    plane.kill().await;
+    let copies = history.look_through(&engines.histories());
+    history.must_be_sound();
+    engines.stop().await;
+    println!("{copies}");
 }

@@ -10,9 +10,16 @@ use std::{
 };
 
 use berth::failpoint::{self, Point};
-use tokio::process::{Child, Command};
+use tokio::{
+    net::TcpStream,
+    process::{Child, Command},
+    time::{Instant, sleep},
+};
 
 use crate::Rng;
+
+/// Longer than any start on a crowded machine.
+const START: Duration = Duration::from_secs(60);
 
 const SIGABRT: i32 = 6;
 const SIGKILL: i32 = 9;
@@ -82,6 +89,18 @@ impl Plane {
             .stderr(log)
             .kill_on_drop(true);
         self.child = Some(command.spawn().unwrap());
+    }
+
+    /// Waits until it listens, or has died before that; how long it took.
+    pub(crate) async fn listens(&mut self) -> Duration {
+        let begun = Instant::now();
+        while self.child.as_mut().unwrap().try_wait().unwrap().is_none()
+            && TcpStream::connect(("127.0.0.1", self.port)).await.is_err()
+        {
+            assert!(begun.elapsed() < START, "no start: {}", self.said());
+            sleep(Duration::from_millis(5)).await;
+        }
+        begun.elapsed()
     }
 
     /// Waits for its end; false when it lives on. An end that is not by the
