@@ -68,6 +68,7 @@ async fn the_random_baseline_averages_what_chance_expects() {
         all_hit += arm.all_prompt_cache_hit_tokens;
     }
     let (reusable, cold) = (hit as f64 / reusable as f64, all_hit as f64 / all as f64);
+    println!("reusable {reusable:.4}, cold-inclusive {cold:.4}");
     assert!((reusable - 0.366).abs() < 0.03, "reusable {reusable}");
     assert!((cold - 0.334).abs() < 0.03, "cold-inclusive {cold}");
     cluster.stop().await;
