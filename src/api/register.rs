@@ -55,7 +55,12 @@ fn is_id(text: &str) -> bool {
 
 /// A name that requests use: as in `SampleRequest`.
 fn is_name(text: &str) -> bool {
-    !text.trim().is_empty() && text.chars().count() <= MAX_NAME
+    !text.trim().is_empty() && text.chars().count() <= MAX_NAME && is_plain(text)
+}
+
+/// What is shown in logs and lists stays on its line.
+fn is_plain(text: &str) -> bool {
+    !text.chars().any(char::is_control)
 }
 
 pub(super) fn facts(
@@ -78,19 +83,24 @@ pub(super) fn facts(
     let url = address(&message, caller, &mut faults);
     let engine = match message.engine() {
         proto::EngineKind::Sglang => Some(EngineKind::Sglang),
-        proto::EngineKind::Vllm => Some(EngineKind::Vllm),
-        proto::EngineKind::Unspecified => None,
+        // There is no client for it yet: as a member of the fleet it would only
+        // draw requests and fail them.
+        proto::EngineKind::Vllm | proto::EngineKind::Unspecified => None,
     };
-    faults.check(engine.is_some(), "engine", "must be SGLANG or VLLM");
     faults.check(
-        message.engine_version.len() <= 64,
+        engine.is_some(),
+        "engine",
+        "must be SGLANG (VLLM is not served yet)",
+    );
+    faults.check(
+        message.engine_version.len() <= 64 && is_plain(&message.engine_version),
         "engine_version",
-        "may have 64 bytes at most",
+        "may have 64 bytes at most and hold no control character",
     );
     faults.check(
         is_name(&message.model),
         "model",
-        "must have 1 to 256 characters and not be blank",
+        "must have 1 to 256 characters, not be blank and hold no control character",
     );
     let vocab_size = NonZeroU32::new(message.vocab_size);
     faults.check(
@@ -105,9 +115,9 @@ pub(super) fn facts(
         "must be at least 2 tokens",
     );
     faults.check(
-        message.weight_version.len() <= MAX_NAME,
+        message.weight_version.len() <= MAX_NAME && is_plain(&message.weight_version),
         "weight_version",
-        "may have 256 bytes at most",
+        "may have 256 bytes at most and hold no control character",
     );
     faults.check(
         message.adapters.len() <= MAX_ADAPTERS,
@@ -126,9 +136,17 @@ pub(super) fn facts(
     labels(&message, &mut faults);
     let accelerator = message.accelerator.clone().unwrap_or_default();
     faults.check(
-        accelerator.name.len() <= MAX_NAME,
+        accelerator.name.len() <= MAX_NAME && is_plain(&accelerator.name),
         "accelerator.name",
-        "may have 256 bytes at most",
+        "may have 256 bytes at most and hold no control character",
+    );
+    faults.check(
+        message
+            .ranks
+            .iter()
+            .all(|r| u64::from(message.page_size) <= r.kv_capacity_tokens.max(1)),
+        "page_size",
+        "may not be larger than a rank's KV cache",
     );
     let ranks = ranks(&message.ranks, url.as_ref(), &mut faults);
 
@@ -215,6 +233,9 @@ fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
         || uri.query().is_some()
         || authority.as_str().contains('@')
         || authority.host().is_empty()
+        // `host:99999` has a port, and none that exists.
+        || (uri.port_u16().is_none() && !authority.as_str().ends_with(authority.host()))
+        || authority.as_str().contains('%')
     {
         return Err(FORM);
     }
@@ -245,6 +266,15 @@ fn ranks(ranks: &[proto::Rank], url: Option<&Arc<str>>, faults: &mut Faults) -> 
     );
     let numbers: BTreeSet<u32> = ranks.iter().map(|r| r.rank).collect();
     faults.check(numbers.len() == ranks.len(), "ranks", "two have one number");
+    let at: BTreeSet<_> = ranks
+        .iter()
+        .map(|r| (&r.endpoint, r.engine_rank.unwrap_or(r.rank)))
+        .collect();
+    faults.check(
+        at.len() == ranks.len(),
+        "ranks",
+        "two have one engine_rank at one endpoint",
+    );
     let mut facts: Vec<RankFacts> = ranks
         .iter()
         .take(MAX_RANKS)
@@ -318,9 +348,11 @@ pub(super) fn reports(ranks: Vec<proto::RankStatus>) -> Result<Vec<RankReport>, 
     let mut faults = Faults::default();
     faults.check(ranks.len() <= MAX_RANKS, "ranks", "may list 1,024 at most");
     faults.check(
-        ranks.iter().all(|r| r.weight_version.len() <= MAX_NAME),
+        ranks
+            .iter()
+            .all(|r| r.weight_version.len() <= MAX_NAME && is_plain(&r.weight_version)),
         "ranks.weight_version",
-        "may have 256 bytes at most",
+        "may have 256 bytes at most and hold no control character",
     );
     if !faults.0.is_empty() {
         return Err(Error::invalid(Reason::InvalidRequest, faults.0));

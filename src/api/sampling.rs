@@ -24,6 +24,9 @@ use crate::{
 /// longer, the strictest after some 15 s.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 
+/// Characters of a request id that are kept.
+const MAX_REQUEST_ID: usize = 256;
+
 /// The service.
 pub struct Sampling {
     stack: Stack,
@@ -44,10 +47,16 @@ impl Sampling {
 
 fn context<T>(request: &Request<T>) -> Context {
     let extensions = request.extensions();
-    let request_id = extensions
+    // A client may bring the id; one that would not stand well in a log line is
+    // cut down to what does.
+    let request_id: String = extensions
         .get::<RequestId>()
         .and_then(|id| id.header_value().to_str().ok())
-        .unwrap_or_default();
+        .unwrap_or_default()
+        .chars()
+        .filter(char::is_ascii_graphic)
+        .take(MAX_REQUEST_ID)
+        .collect();
     Context {
         tenant: Tenant::default(),
         request_id: Arc::from(request_id),

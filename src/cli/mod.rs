@@ -67,6 +67,7 @@ fn log(format: crate::config::LogFormat, filter: &str) -> anyhow::Result<()> {
     use crate::config::LogFormat;
     let builder = tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::try_new(filter)?)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .with_writer(std::io::stderr);
     match format {
         LogFormat::Human => builder.init(),

@@ -148,6 +148,10 @@ impl Fleet {
             .incarnation(facts.id.clone(), facts.boot.clone())
             .await
             .map_err(Error::from)?;
+        if grant.latest > grant.incarnation {
+            // Known from before a restart of the control plane as well.
+            return Err(stale(&facts.id, grant.incarnation, grant.latest));
+        }
         let now = Instant::now();
         let mut state = self.lock();
         if let Some(known) = state.replicas.get_mut(&facts.id) {

@@ -256,3 +256,17 @@ async fn strangers_cannot_fill_the_registry() {
     );
     assert!(fleet.register(facts("b", "boot2")).await.is_ok());
 }
+
+#[tokio::test(start_paused = true)]
+async fn incarnations_do_not_run_backwards_over_a_restart() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let before = Fleet::new(FleetConfig::default(), Arc::clone(&store));
+    before.register(facts("a", "boot1")).await.unwrap();
+    before.register(facts("a", "boot2")).await.unwrap();
+    let after = Fleet::new(FleetConfig::default(), store);
+    assert_eq!(
+        reason(after.register(facts("a", "boot1")).await),
+        Reason::StaleIncarnation
+    );
+    assert!(after.register(facts("a", "boot2")).await.is_ok());
+}

@@ -111,8 +111,10 @@ impl Control {
         let limit = self.limit;
         let answer = within(limit, self.client.register_replica(request)).await;
         let answer = answer.map_err(|error| match error {
-            // Registration has no older start to be confused with.
-            CallError::Unknown(said) | CallError::Stale(said) => CallError::Refused(said),
+            // A boot id of an earlier sidecar beside this same engine, which has
+            // renewed it since: renew it again.
+            CallError::Stale(said) => CallError::Dead(said),
+            CallError::Unknown(said) => CallError::Refused(said),
             other => other,
         })?;
         let interval = answer

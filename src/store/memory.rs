@@ -172,6 +172,7 @@ impl MemoryStore {
             return IncarnationGrant {
                 incarnation: *incarnation,
                 new: false,
+                latest: boots.last().map_or(*incarnation, |(_, last)| *last),
             };
         }
         let incarnation = Incarnation(boots.last().map_or(0, |(_, last)| last.0) + 1);
@@ -182,6 +183,7 @@ impl MemoryStore {
         IncarnationGrant {
             incarnation,
             new: true,
+            latest: incarnation,
         }
     }
 }

@@ -222,6 +222,9 @@ pub struct IncarnationGrant {
     pub incarnation: Incarnation,
     /// False: this boot id had it already.
     pub new: bool,
+    /// The greatest that any start of this replica was given: greater than
+    /// `incarnation` when this start is not the newest.
+    pub latest: Incarnation,
 }
 
 /// Why the store did not do as asked.

@@ -258,3 +258,45 @@ async fn health_is_told_by_the_standard_protocol() {
     }
     cluster.stop().await;
 }
+
+/// A sidecar may be restarted beside a living engine as often as it likes, whether
+/// it took its leave or was killed.
+#[tokio::test]
+async fn a_sidecar_restarted_again_and_again_is_taken_each_time() {
+    let cluster = Cluster::start(0, instant()).await;
+    let engine = berth::engine::sim::SimEngine::start(instant())
+        .await
+        .unwrap();
+    let fleet = &cluster.playground.server().parts().fleet;
+    for round in 0..4 {
+        let mut config =
+            berth::sidecar::SidecarConfig::new(cluster.playground.url(), engine.url(), "s");
+        config.accelerator.ask_driver = false;
+        let sidecar = berth::sidecar::Sidecar::new(config).unwrap();
+        let mut status = sidecar.status();
+        let stop = tokio_util::sync::CancellationToken::new();
+        let run = tokio::spawn(sidecar.run(stop.clone()));
+        // Registered by this very sidecar, and routable.
+        status
+            .wait_for(|status| status.incarnation.is_some())
+            .await
+            .unwrap();
+        let incarnation = status.borrow().incarnation.unwrap();
+        eventually("it is routable", async || {
+            fleet.get(&"s".into_id()).is_some_and(|s| {
+                s.incarnation.0 == incarnation && s.ranks.iter().all(|r| r.routable)
+            })
+        })
+        .await;
+        cluster.sample(request(&ids(round, 16), 2)).await.unwrap();
+        if round % 2 == 0 {
+            stop.cancel();
+            let _ = run.await;
+        } else {
+            run.abort();
+            let _ = run.await;
+        }
+    }
+    engine.stop().await;
+    cluster.stop().await;
+}

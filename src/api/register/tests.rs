@@ -77,6 +77,8 @@ fn an_endpoint_is_host_and_port_and_nothing_else() {
         "http://10.0.0.7?x=1",
         "file:///etc/passwd",
         "http://",
+        "http://10.0.0.7:99999",
+        "http://[::1%25lo]:80",
     ] {
         let with = faults(|m| {
             m.address = Some(proto::register_replica_request::Address::Endpoint(
@@ -117,6 +119,29 @@ fn all_faults_come_at_once() {
     ] {
         assert!(found.iter().any(|f| f == field), "{field} in {found:?}");
     }
+}
+
+#[test]
+fn what_is_shown_stays_on_its_line_and_what_cannot_be_served_is_not_taken() {
+    assert_eq!(faults(|m| m.model = "m\nforged".to_owned()), ["model"]);
+    assert_eq!(
+        faults(|m| m.weight_version = "\u{1b}[0m".to_owned()),
+        ["weight_version"]
+    );
+    assert_eq!(
+        faults(|m| m.engine = proto::EngineKind::Vllm.into()),
+        ["engine"]
+    );
+    assert_eq!(faults(|m| m.page_size = 7), ["page_size"]);
+    let twice = faults(|m| {
+        m.ranks.push(proto::Rank {
+            rank: 1,
+            engine_rank: Some(0),
+            kv_capacity_tokens: 1,
+            ..proto::Rank::default()
+        });
+    });
+    assert_eq!(twice, ["ranks"]);
 }
 
 #[test]

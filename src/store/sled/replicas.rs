@@ -45,13 +45,12 @@ impl Committer {
             },
         };
         let waits = gathered.replicas.contains_key(&hash);
-        let given = known
-            .as_ref()
-            .and_then(|(_, replica)| replica.boots.iter().find(|(b, _)| *b == boot));
-        if let Some((_, number)) = given {
+        let boots = known.as_ref().map_or(&[][..], |(_, r)| &r.boots[..]);
+        if let Some((_, number)) = boots.iter().find(|(b, _)| *b == boot) {
             let grant = IncarnationGrant {
                 incarnation: Incarnation(*number),
                 new: false,
+                latest: Incarnation(boots.last().map_or(*number, |(_, last)| *last)),
             };
             hold(gathered, waits, answer, Ok(grant), |_| None);
             return Ok(());
@@ -85,6 +84,7 @@ impl Committer {
         let grant = IncarnationGrant {
             incarnation: Incarnation(number),
             new: true,
+            latest: Incarnation(number),
         };
         hold(gathered, true, answer, Ok(grant), |_| None);
         Ok(())
