@@ -102,6 +102,23 @@ impl Cluster {
         self.engines().map(|e| e.counters().received).sum()
     }
 
+    /// Waits until the engine has begun to run its first request.
+    pub async fn one_has_started(&self, replica: &str) {
+        eventually("it runs", async || {
+            self.engine(replica).counters().started == 1
+        })
+        .await;
+    }
+
+    /// Waits until every request that the engine has seen is over there.
+    pub async fn nothing_runs(&self, replica: &str) {
+        eventually("the engine has stopped", async || {
+            let history = self.engine(replica).history();
+            history.iter().all(|r| r.ended.is_some())
+        })
+        .await;
+    }
+
     pub async fn stop(self) {
         self.playground.stop().await.unwrap();
     }

@@ -10,7 +10,7 @@ use futures_util::future::join_all;
 use tonic::Code;
 
 use crate::cluster::{
-    Cluster, eventually, expected, ids, instant, keyed, only, reason, refused, request, stepping,
+    Cluster, expected, ids, instant, keyed, only, reason, refused, request, stepping,
 };
 
 fn once(key: &str, prompt: &[u32], output: u32) -> SampleRequest {
@@ -131,14 +131,7 @@ async fn an_expired_deadline_is_deadline_exceeded_and_reaches_the_engine() {
         (status.code(), reason(&status).as_str()),
         (Code::DeadlineExceeded, "DEADLINE")
     );
-    eventually("the engine has stopped", async || {
-        cluster
-            .engine("r0")
-            .history()
-            .iter()
-            .all(|r| r.ended.is_some())
-    })
-    .await;
+    cluster.nothing_runs("r0").await;
     assert!(cluster.engine("r0").counters().aborts_received >= 1);
     cluster.stop().await;
 }
@@ -150,19 +143,9 @@ async fn a_caller_that_goes_away_without_a_key_stops_the_engine_at_once() {
         let mut client = cluster.client();
         tokio::spawn(async move { client.sample(request(&ids(1, 64), 2000)).await })
     };
-    eventually("it runs", async || {
-        cluster.engine("r0").counters().started == 1
-    })
-    .await;
+    cluster.one_has_started("r0").await;
     call.abort();
-    eventually("it is aborted", async || {
-        cluster
-            .engine("r0")
-            .history()
-            .iter()
-            .all(|r| r.ended.is_some())
-    })
-    .await;
+    cluster.nothing_runs("r0").await;
     cluster.stop().await;
 }
 
@@ -175,10 +158,7 @@ async fn a_caller_that_goes_away_with_a_key_is_waited_for() {
         let request = once("k", &prompt, 150);
         tokio::spawn(async move { client.sample(request).await })
     };
-    eventually("it runs", async || {
-        cluster.engine("r0").counters().started == 1
-    })
-    .await;
+    cluster.one_has_started("r0").await;
     call.abort();
     let retry = cluster.sample(once("k", &prompt, 150)).await.unwrap();
     assert_eq!(only(&retry).token_ids, expected(&prompt, 150));
@@ -198,19 +178,9 @@ async fn after_the_grace_the_engine_is_stopped_and_a_retry_runs_anew_never_besid
         let request = once("k", &prompt, 20);
         tokio::spawn(async move { client.sample(request).await })
     };
-    eventually("it runs", async || {
-        cluster.engine("r0").counters().started == 1
-    })
-    .await;
+    cluster.one_has_started("r0").await;
     call.abort();
-    eventually("it is aborted", async || {
-        cluster
-            .engine("r0")
-            .history()
-            .iter()
-            .all(|r| r.ended.is_some())
-    })
-    .await;
+    cluster.nothing_runs("r0").await;
     let retry = cluster.sample(once("k", &prompt, 20)).await.unwrap();
     assert_eq!(only(&retry).token_ids, expected(&prompt, 20));
     let history = cluster.engine("r0").history();
@@ -236,10 +206,7 @@ async fn a_result_can_be_fetched_and_a_run_cancelled_by_key() {
         let request = once("k", &prompt, 1000);
         async move { client.sample(request).await }
     });
-    eventually("it runs", async || {
-        cluster.engine("r0").counters().started == 1
-    })
-    .await;
+    cluster.one_has_started("r0").await;
     let running = client.get_sample(get("k")).await.unwrap().into_inner();
     assert_eq!(running.state(), GenerationState::Running);
     assert_eq!((running.samples_done, running.num_samples), (0, 1));
@@ -259,14 +226,7 @@ async fn a_result_can_be_fetched_and_a_run_cancelled_by_key() {
         (status.code(), reason(&status).as_str()),
         (Code::Cancelled, "CANCELLED")
     );
-    eventually("it is aborted", async || {
-        cluster
-            .engine("r0")
-            .history()
-            .iter()
-            .all(|r| r.ended.is_some())
-    })
-    .await;
+    cluster.nothing_runs("r0").await;
 
     let short = cluster.sample(once("k2", &prompt, 4)).await.unwrap();
     let done = client.get_sample(get("k2")).await.unwrap().into_inner();
