@@ -31,6 +31,10 @@ use berth::{
 use support::*;
 
 const KEYS: u64 = 160;
+/// A key, like the one before it, with four records: the opening with the
+/// attempt, the commit, and two chunks. Key 0 is small: it has two, and its
+/// result lies behind the commit.
+const LARGE: u64 = 16;
 /// Starts of the replica in a filled store.
 const BOOTS: u64 = 2;
 
@@ -44,6 +48,8 @@ fn open(dir: &Path, accept_loss: bool) -> Result<SledStore, OpenError> {
         SledOptions {
             accept_loss,
             free_space_floor: 0,
+            // Small, so that most lies in sled and some does not.
+            redo_bytes: 64 << 10,
             ..SledOptions::default()
         },
     )
@@ -204,12 +210,12 @@ async fn a_flipped_byte_is_never_passed_over() {
         files(&base, &mut all);
         all.retain(|(_, len)| *len > 0);
         for flip in 0..flips / 2 {
-            // Half of them anywhere, half of them in some small file.
-            let (path, len) = if flip % 2 == 0 {
-                let db = all.iter().find(|(p, _)| p.ends_with("db")).unwrap();
-                db.clone()
-            } else {
-                all[below(all.len() as u64) as usize].clone()
+            // In the two large files, and in any.
+            let named = |name: &str| all.iter().find(|(p, _)| p.ends_with(name)).unwrap();
+            let (path, len) = match flip % 4 {
+                0 | 1 => named("db").clone(),
+                2 => named("redo").clone(),
+                _ => all[below(all.len() as u64) as usize].clone(),
             };
             let hurt = dir.path().join(format!("hurt-{flip}"));
             copy(&base, &hurt);
@@ -292,6 +298,19 @@ async fn files_that_are_gone_or_cut_are_never_passed_over() {
     }
 }
 
+/// It holds what sled does not have yet, and after a close nothing.
+#[tokio::test]
+async fn a_redo_log_that_is_gone_is_missed_where_it_was_needed() {
+    let mut tally = Tally::default();
+    for closed in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let base = filled(dir.path(), closed).await;
+        fs::remove_file(base.join("redo")).unwrap();
+        examine(&base, &mut tally, &format!("closed {closed}")).await;
+    }
+    assert_eq!((tally.whole, tally.declared), (1, 1), "{tally:?}");
+}
+
 /// sled would refuse to open for ever; nothing of ours is lost with either.
 #[tokio::test]
 async fn a_bad_or_unfinished_snapshot_costs_nothing() {
@@ -365,12 +384,20 @@ fn records_of(db: &sled::Db, n: u64) -> Vec<sled::IVec> {
 async fn a_damaged_record_is_refused_for_its_key_alone() {
     let dir = tempfile::tempdir().unwrap();
     let base = filled(dir.path(), true).await;
-    // Opened, dispatched, committed, and a chunk.
-    for record in 0..4 {
-        let hurt = dir.path().join(format!("hurt-{record}"));
+    for (n, record) in [
+        (LARGE, 0),
+        (LARGE, 1),
+        (LARGE, 2),
+        (LARGE, 3),
+        (0, 0),
+        (0, 1),
+    ] {
+        let hurt = dir.path().join(format!("hurt-{n}-{record}"));
         copy(&base, &hurt);
         tamper(&hurt, |db| {
-            let place = &records_of(db, 7)[record];
+            let records = records_of(db, n);
+            assert_eq!(records.len(), if n == LARGE { 4 } else { 2 });
+            let place = &records[record];
             let mut value = db.get(place).unwrap().unwrap().to_vec();
             let last = value.len() - 1;
             value[last] ^= 1;
@@ -380,13 +407,13 @@ async fn a_damaged_record_is_refused_for_its_key_alone() {
         assert!(store.stats().damaged_records > 0);
         assert_eq!(forgotten(&store).await, (0, 1), "record {record}");
         for _ in 0..2 {
-            let claim = store.claim(request(7, OWNER, 1)).await.unwrap();
+            let claim = store.claim(request(n, OWNER, 1)).await.unwrap();
             assert!(
                 matches!(claim, Claim::DataLoss),
                 "record {record}: {claim:?}"
             );
         }
-        let refused = store.dispatch(key(7), OWNER, 0, attempt(2)).await;
+        let refused = store.dispatch(key(n), OWNER, 0, attempt(2)).await;
         assert!(refused.is_err(), "record {record}");
         generate(&store, 9000, 10).await;
     }
@@ -397,7 +424,7 @@ async fn records_under_each_others_keys_are_damage() {
     let dir = tempfile::tempdir().unwrap();
     let base = filled(dir.path(), true).await;
     tamper(&base, |db| {
-        let (one, other) = (&records_of(db, 3)[3], &records_of(db, 4)[3]);
+        let (one, other) = (&records_of(db, LARGE)[3], &records_of(db, LARGE - 1)[3]);
         let (a, b) = (
             db.get(one).unwrap().unwrap(),
             db.get(other).unwrap().unwrap(),
@@ -418,14 +445,14 @@ async fn a_record_that_vanished_is_a_declared_loss() {
         let hurt = dir.path().join(format!("hurt-{record}"));
         copy(&base, &hurt);
         tamper(&hurt, |db| {
-            db.remove(&records_of(db, 7)[record]).unwrap();
+            db.remove(&records_of(db, LARGE)[record]).unwrap();
         });
         examine(&hurt, &mut tally, &format!("record {record} gone")).await;
     }
     let whole_key = dir.path().join("hurt-key");
     copy(&base, &whole_key);
     tamper(&whole_key, |db| {
-        for place in records_of(db, 7) {
+        for place in records_of(db, LARGE) {
             db.remove(place).unwrap();
         }
     });

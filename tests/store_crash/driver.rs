@@ -34,6 +34,8 @@ pub(super) struct Plan {
     /// Dies when this step is reached for the so manieth time.
     pub(super) die: Option<(Step, u64)>,
     pub(super) relaxed: bool,
+    /// Small, so that sled gets its half again and again.
+    pub(super) redo_bytes: u64,
     /// The least key.
     pub(super) first_key: u64,
     /// How far the driver's clocks are behind.
@@ -50,6 +52,7 @@ impl Default for Plan {
             keys: 1000,
             die: None,
             relaxed: false,
+            redo_bytes: 64 << 10,
             first_key: 0,
             hours_ago: 0,
             retention_hours: 30,
@@ -82,6 +85,7 @@ impl Plan {
             .env("BERTH_DRIVER_KEYS", self.keys.to_string())
             .env("BERTH_DRIVER_DIE", die)
             .env("BERTH_DRIVER_RELAXED", self.relaxed.to_string())
+            .env("BERTH_DRIVER_REDO", self.redo_bytes.to_string())
             .env("BERTH_DRIVER_FIRST", self.first_key.to_string())
             .env("BERTH_DRIVER_AGO", self.hours_ago.to_string())
             .env("BERTH_DRIVER_RETENTION", self.retention_hours.to_string())
@@ -115,6 +119,7 @@ fn driver() {
         keys: number("KEYS"),
         die,
         relaxed: text("RELAXED") == "true",
+        redo_bytes: number("REDO"),
         first_key: number("FIRST"),
         hours_ago: number("AGO"),
         retention_hours: number("RETENTION"),
@@ -168,6 +173,7 @@ fn options(plan: &Plan) -> SledOptions {
             }) as _
         }),
         free_space_floor: 0,
+        redo_bytes: plan.redo_bytes,
         retention: HOUR * plan.retention_hours as u32,
         // Expiry begins at once; a sync that may be late comes very late.
         tick: if plan.relaxed {

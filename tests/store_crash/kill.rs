@@ -28,7 +28,14 @@ async fn nothing_acknowledged_is_lost_when_the_process_dies() {
             history = History::default();
         }
         // Three of four at a step, the fourth at some time.
-        let step = Step::ALL[cycle as usize % Step::ALL.len()];
+        let step = Step::ALL[(cycle / 4 * 3 + cycle % 4) as usize % Step::ALL.len()];
+        // Halves of the redo log are left more rarely than batches are written.
+        let often = if matches!(step, Step::Switched | Step::Moved) {
+            6
+        } else {
+            40
+        };
+        let redo_bytes = (64 << 10) << (2 * (cycle % 3));
         let plan = Plan {
             seed: cycle + 1,
             callers: 6,
@@ -36,9 +43,10 @@ async fn nothing_acknowledged_is_lost_when_the_process_dies() {
             // A window that moves: some keys of it are old, some are new.
             first_key: 40 * (cycle % STORE_CYCLES),
             keys: 120,
-            die: (cycle % 4 != 3).then(|| (step, 1 + rng.below(40))),
+            die: (cycle % 4 != 3).then(|| (step, 1 + rng.below(often))),
             // Relaxed durability is for power; a kill it survives.
             relaxed: cycle % 5 == 4,
+            redo_bytes,
             ..Plan::default()
         };
         let journal = dir.path().join(format!("journal-{cycle}"));
@@ -60,7 +68,12 @@ async fn nothing_acknowledged_is_lost_when_the_process_dies() {
         if let Ok(journal) = std::fs::read_to_string(&journal) {
             history.add(&journal);
         }
-        let store = SledStore::open(&store_dir, SledOptions::default()).unwrap();
+        // Now with the same redo log, now with a larger one in its place.
+        let options = SledOptions {
+            redo_bytes: if cycle % 2 == 0 { redo_bytes } else { 1 << 20 },
+            ..SledOptions::default()
+        };
+        let store = SledStore::open(&store_dir, options).unwrap();
         // All of it now and then, and what this cycle can have touched always.
         let last = cycle % STORE_CYCLES == STORE_CYCLES - 1 || cycle + 1 == cycles;
         history

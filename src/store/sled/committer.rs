@@ -3,12 +3,18 @@
 //! one fdatasync before any of it is answered:
 //!
 //! ```text
-//! take -> decide -> apply_batch -> flush -> fdatasync -> high-water -> answer
+//! take -> decide -> redo log -> fdatasync -> high-water -> answer
+//!                      '-> overlay ... sled: apply_batch -> flush -> fdatasync
 //! ```
 //!
-//! sled's own flush does not survive a power loss, so the sync is done on a
-//! descriptor of our own. Only requests that change nothing, about keys that
-//! nothing in the batch changes, are answered without waiting.
+//! What is durable in the redo log lies in memory, over the tree, until a half
+//! of the log is full; another thread then moves it into sled. sled's own flush
+//! does not survive a power loss, so the sync is done on a descriptor of our own.
+//! Only requests that change nothing, about keys that nothing in the batch
+//! changes, are answered without waiting.
+//!
+//! With relaxed durability there is no redo log: sled takes each batch itself,
+//! flushed to the kernel, and is synced every tick.
 //!
 //! When the disk fails or sled panics, everything in the batch is answered with
 //! an error, sled is closed, and the store is opened anew, at once or at a
@@ -18,7 +24,7 @@ use std::{
     collections::{BTreeMap, HashMap, HashSet},
     fs::File,
     sync::{
-        Arc, Mutex, PoisonError, RwLock,
+        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicU64, Ordering},
         mpsc::{Receiver, RecvTimeoutError},
     },
@@ -33,14 +39,18 @@ use super::{
         life::{Command, Record, Reply},
     },
     clock::Watch,
-    decide::{refuse, unencodable},
+    decide::refuse,
     fault::{Fault, guarded},
     high_water::HighWater,
-    open::{Opened, Paths, put_gap},
-    options::{Durability, SledOptions, Step, StoreStats},
+    mover::Mover,
+    open::{Opened, Paths},
+    options::{SledOptions, Step, StoreStats},
+    overlay::{Overlay, View},
     record::{BodyRef, Lookup, StoredReplica},
+    redo::Redo,
     salvage::close,
     sequence::Sequence,
+    writes::Writes,
 };
 use crate::ids::{BootId, ReplicaId, Tenant};
 
@@ -77,6 +87,8 @@ pub(super) struct Queued {
 pub(super) struct Shared {
     /// `None` while the store is down or closed.
     pub(super) db: RwLock<Option<::sled::Db>>,
+    /// Over what is in it. Never held while sled is waited for.
+    pub(super) overlay: RwLock<Overlay>,
     pub(super) epoch: AtomicU64,
     pub(super) stats: Mutex<StoreStats>,
 }
@@ -84,6 +96,23 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn stats<T>(&self, with: impl FnOnce(&mut StoreStats) -> T) -> T {
         with(&mut self.stats.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn overlay(&self) -> RwLockWriteGuard<'_, Overlay> {
+        self.overlay.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn view<'a>(
+        &'a self,
+        handle: &'a RwLockReadGuard<'_, Option<::sled::Db>>,
+    ) -> Result<View<'a>, Fault> {
+        let db = handle
+            .as_ref()
+            .ok_or_else(|| Fault::Io("the store is closed".into()))?;
+        Ok(View {
+            tree: db,
+            overlay: &self.overlay,
+        })
     }
 }
 
@@ -93,7 +122,11 @@ const BATCH_BYTES: usize = 8 << 20;
 
 /// What is open while the store works.
 pub(super) struct Live {
-    pub(super) log: File,
+    pub(super) log: Arc<File>,
+    /// `None`: with relaxed durability.
+    pub(super) redo: Option<Redo>,
+    /// Moves the half of the redo log that was left.
+    pub(super) mover: Option<Mover>,
     pub(super) sequence: Sequence,
     /// Bytes by tenant.
     pub(super) used: HashMap<Tenant, u64>,
@@ -117,8 +150,7 @@ pub(super) type Held = Box<dyn FnOnce(Result<(), StoreError>) -> Option<(KeyHash
 /// What one batch gathers.
 #[derive(Default)]
 pub(super) struct Gathered {
-    pub(super) batch: ::sled::Batch,
-    pub(super) writes: u64,
+    pub(super) writes: Writes,
     pub(super) retired: Vec<u64>,
     /// Keys with an event in the batch.
     pub(super) dirty: HashSet<KeyHash>,
@@ -175,6 +207,7 @@ impl Committer {
         let Opened {
             db,
             log,
+            redo,
             scan,
             high_water,
             loss,
@@ -196,6 +229,8 @@ impl Committer {
         }
         self.live = Some(Live {
             log,
+            redo,
+            mover: None,
             sequence: scan.sequence,
             used: scan.used,
             replicas: scan.replicas,
@@ -241,6 +276,7 @@ impl Committer {
     }
 
     fn close(&mut self) -> Result<(), StoreError> {
+        let moved = self.move_all();
         let Some(mut live) = self.live.take() else {
             return Ok(());
         };
@@ -251,7 +287,8 @@ impl Committer {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         let Some(db) = db else { return Ok(()) };
-        let closed = guarded(|| db.flush().map(drop))
+        let closed = moved
+            .and_then(|()| guarded(|| db.flush().map(drop)))
             .and_then(|()| live.log.sync_data().map_err(Fault::of_sync))
             .and_then(|()| Ok(live.high_water.advance(live.sequence.next() - 1)?))
             .and_then(|()| Ok(live.high_water.sync()?));
@@ -260,10 +297,8 @@ impl Committer {
             .map_err(|fault| StoreError::Failed(fault.to_string()))
     }
 
-    fn step(&self, step: Step) {
-        if let Some(observer) = &self.options.observer {
-            observer(step);
-        }
+    pub(super) fn step(&self, step: Step) {
+        self.options.observe(step);
     }
 
     /// Handles these requests. Returns the one that closes the store.
@@ -273,6 +308,9 @@ impl Committer {
             self.step(Step::Taken);
         }
         let mut gathered = Gathered::default();
+        if let Err(fault) = self.end_move(false) {
+            self.fall(fault, Gathered::default());
+        }
         self.tick_if_due(&mut gathered);
         let mut rooms = Vec::with_capacity(requests.len());
         for Queued { request, room, .. } in requests {
@@ -316,57 +354,6 @@ impl Committer {
         } else {
             refuse(request, why);
         }
-    }
-
-    /// Makes the batch durable.
-    fn write(&mut self, gathered: &mut Gathered) -> Result<(), Fault> {
-        let Some(live) = &mut self.live else {
-            return Ok(());
-        };
-        for change in live.sequence.retire(std::mem::take(&mut gathered.retired)) {
-            put_gap(&mut gathered.batch, change).map_err(unencodable)?;
-            gathered.writes += 1;
-        }
-        if gathered.writes == 0 {
-            return Ok(());
-        }
-        let observer = self.options.observer.as_ref();
-        let step = |step| {
-            if let Some(observer) = observer {
-                observer(step);
-            }
-        };
-        let handle = self
-            .shared
-            .db
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        let db = handle
-            .as_ref()
-            .ok_or_else(|| Fault::Io("the store is closed".into()))?;
-        step(Step::Decided);
-        let batch = std::mem::take(&mut gathered.batch);
-        guarded(|| db.apply_batch(batch))?;
-        step(Step::Applied);
-        guarded(|| db.flush().map(drop))?;
-        step(Step::Flushed);
-        match self.options.durability {
-            Durability::Fsync => {
-                live.log.sync_data().map_err(Fault::of_sync)?;
-                step(Step::Synced);
-                live.high_water.advance(live.sequence.next() - 1)?;
-                step(Step::Marked);
-            }
-            Durability::Relaxed => live.unsynced = true,
-        }
-        let (used, gaps) = (live.used.values().sum(), live.sequence.gap_count() as u64);
-        self.shared.stats(|stats| {
-            stats.batches += 1;
-            stats.writes += gathered.writes;
-            stats.used_bytes = used;
-            stats.gaps = gaps;
-        });
-        Ok(())
     }
 
     /// Nobody received these claims: the keys are nobody's.

@@ -27,10 +27,8 @@ impl Committer {
             .db
             .read()
             .unwrap_or_else(PoisonError::into_inner);
-        let db = handle
-            .as_ref()
-            .ok_or_else(|| Fault::Io("the store is closed".into()))?;
-        guarded(|| record::load(db, key))
+        let view = self.shared.view(&handle)?;
+        guarded(|| record::load(&view, key))
     }
 
     /// Brings a key that the disk knows into memory. False: it is damaged.
@@ -229,19 +227,24 @@ impl Committer {
         let opened = (!active.on_disk).then(|| active.record.opened());
         active.on_disk = true;
         let tenant = active.record.tenant.clone();
+        let mut inline: &[u8] = &[];
         if let Some(body) = body {
-            self.put_chunks(key, body, &tenant, gathered)?;
+            let first = self.live.as_ref().map_or(0, |live| live.sequence.next());
+            match BodyRef::plan(body, first).chunks {
+                0 => inline = body,
+                _ => self.put_chunks(key, body, &tenant, gathered)?,
+            }
         }
         let now = self.options.clock.wall();
-        if let Some(opened) = opened {
+        if opened.is_some() {
             let due = DueKey {
                 at_ms: to_ms(now + self.options.retention),
                 hash: key,
             };
-            put_due(&mut gathered.batch, due).map_err(unencodable)?;
-            self.put_event(key, opened, &tenant, gathered)?;
+            put_due(&mut gathered.writes, due).map_err(unencodable)?;
         }
-        self.put_event(key, event, &tenant, gathered)?;
+        let events = opened.into_iter().chain([event]).collect();
+        self.put_events(key, events, inline, &tenant, gathered)?;
         gathered.dirty.insert(key);
         Ok(Ok(applied.reply))
     }
@@ -262,17 +265,18 @@ impl Committer {
         Ok(())
     }
 
-    fn put_event(
+    fn put_events(
         &mut self,
         hash: KeyHash,
-        event: Event<BodyRef>,
+        events: Vec<Event<BodyRef>>,
+        inline: &[u8],
         tenant: &Tenant,
         gathered: &mut Gathered,
     ) -> Result<(), Fault> {
         let key = self.place(hash, Class::Event)?.encode();
         let at_ms = to_ms(self.options.clock.wall());
-        let value = record::encode(Kind::Event, &key, &StoredEvent { at_ms, event })
-            .map_err(unencodable)?;
+        let stored = StoredEvent { at_ms, events };
+        let value = stored.encode(&key, inline).map_err(unencodable)?;
         self.put(key, value, Some(tenant), gathered);
         Ok(())
     }
@@ -296,8 +300,7 @@ impl Committer {
         if let (Some(live), Some(tenant)) = (&mut self.live, tenant) {
             *live.used.entry(tenant.clone()).or_default() += charge(&key, &value);
         }
-        gathered.batch.insert(key, value);
-        gathered.writes += 1;
+        gathered.writes.insert(key, value);
     }
 }
 

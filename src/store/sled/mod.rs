@@ -3,8 +3,8 @@
 //! bounded in memory by the keys in work and in space by retention and quotas.
 //!
 //! A key's life is written as the events of [`super::life`]; the bodies of
-//! finished samples lie beside them in chunks of at most 4 KiB. INTENT is not
-//! written. Ownership is not written either: whatever is found on disk belongs
+//! finished samples lie behind them, or in chunks of at most 4 KiB. What is told
+//! is durable in a redo log, and moves into sled later. INTENT is not written. Ownership is not written either: whatever is found on disk belongs
 //! to a process that is gone.
 
 mod clock;
@@ -15,16 +15,21 @@ mod fault;
 mod frame;
 mod high_water;
 mod layout;
+mod mover;
 mod open;
 mod options;
+mod overlay;
 mod pending;
 mod record;
 mod recover;
+mod redo;
 mod replicas;
 mod salvage;
 mod scan;
 mod sequence;
 mod upkeep;
+mod write;
+mod writes;
 
 use std::{
     path::{Path, PathBuf},
@@ -164,11 +169,9 @@ impl SledStore {
         let read = move || {
             let _reader = reader;
             let handle = shared.db.read().unwrap_or_else(PoisonError::into_inner);
-            let Some(db) = handle.as_ref() else {
-                return Err(gone());
-            };
+            let view = shared.view(&handle).map_err(|_| gone())?;
             let read = bodies.into_iter().map(|(index, body)| {
-                let bytes = guarded(|| record::load_body(db, key, body))
+                let bytes = guarded(|| record::load_body(&view, key, body))
                     .map_err(|fault| StoreError::Failed(fault.to_string()))?;
                 Ok(bytes.and_then(|bytes| {
                     let sample = postcard::from_bytes(&bytes).map_err(|_| Damaged)?;

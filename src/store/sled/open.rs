@@ -4,6 +4,7 @@
 //! ```text
 //! DIR/lock            held while the store is open
 //! DIR/high-water      see `high_water`
+//! DIR/redo            see `redo`
 //! DIR/sled/           sled's own files
 //! DIR/retry/          a copy that a second try is made on
 //! DIR/quarantine-N/   files that did not open, kept for a person
@@ -14,12 +15,14 @@
 //! one is made on a copy without `snap.*`, which sled then builds anew from its
 //! log. What does not open either way is put into quarantine. A loss is never passed over: the store refuses
 //! to start and says what to do, until it is told to accept the loss; that is
-//! counted and begins a new epoch.
+//! counted and begins a new epoch. Each try puts into sled what the redo log says
+//! first.
 
 use std::{
     fs::{self, File, OpenOptions},
     io,
     path::PathBuf,
+    sync::Arc,
 };
 
 use super::{
@@ -30,11 +33,13 @@ use super::{
     frame::Kind,
     high_water::{self, Found, HighWater, Mark},
     layout::{self, DueKey, RecordKey},
-    options::SledOptions,
+    options::{Durability, SledOptions},
     record::{self, Identity},
+    redo::{self, Redo, Replay},
     salvage::{Tried, first_good, rebuild, try_open},
     scan::Scan,
     sequence::GapChange,
+    writes::Writes,
 };
 
 /// Why the store cannot be opened. Each message says what to do.
@@ -85,7 +90,9 @@ pub enum OpenError {
 pub(super) struct Opened {
     pub(super) db: ::sled::Db,
     /// Of our own on sled's log, for fdatasync.
-    pub(super) log: File,
+    pub(super) log: Arc<File>,
+    /// `None`: with relaxed durability.
+    pub(super) redo: Option<Redo>,
     pub(super) scan: Scan,
     pub(super) high_water: HighWater,
     /// A loss was accepted and declared.
@@ -104,6 +111,9 @@ impl Paths {
     }
     pub(super) fn high_water(&self) -> PathBuf {
         self.dir.join("high-water")
+    }
+    pub(super) fn redo(&self) -> PathBuf {
+        self.dir.join("redo")
     }
     pub(super) fn sled(&self) -> PathBuf {
         self.dir.join("sled")
@@ -144,7 +154,8 @@ pub(super) fn open_locked(paths: &Paths, options: &SledOptions) -> Result<Opened
         fs::rename(paths.retry(), paths.sled()).map_err(io)?;
     }
     let found = high_water::look(&paths.high_water()).map_err(io)?;
-    let (db, scan, broken) = match first_good(paths, options, &found)? {
+    let replay = redo::look(&paths.redo()).map_err(io)?;
+    let (db, scan, broken) = match first_good(paths, options, &found, &replay)? {
         Tried::Opened(db, scan) => (db, *scan, None),
         Tried::Broken(fault) => {
             let quarantine = paths.free_quarantine();
@@ -157,7 +168,8 @@ pub(super) fn open_locked(paths: &Paths, options: &SledOptions) -> Result<Opened
                     quarantine,
                 });
             }
-            let (db, scan) = try_open(&paths.sled(), options).map_err(|f| paths.unusable(f))?;
+            let opened = try_open(&paths.sled(), options, &Replay::default());
+            let (db, scan) = opened.map_err(|f| paths.unusable(f))?;
             let reason = format!("{fault}; its files are in {}", quarantine.display());
             (db, scan, Some(reason))
         }
@@ -172,9 +184,9 @@ pub(super) fn open_locked(paths: &Paths, options: &SledOptions) -> Result<Opened
         }
         tracing::error!(reason, "starting although records of the store are lost");
         let (db, scan) = rebuild(paths, options, db)?;
-        return settle(paths, options, db, scan, &found, loss);
+        return settle(paths, options, db, scan, &found, &replay, loss);
     }
-    settle(paths, options, db, scan, &found, loss)
+    settle(paths, options, db, scan, &found, &replay, loss)
 }
 
 fn lock(paths: &Paths) -> Result<File, OpenError> {
@@ -196,6 +208,12 @@ pub(super) fn missing(found: &Found, scan: &Scan) -> Option<String> {
     let mut reasons = Vec::new();
     if !scan.holes.is_empty() {
         reasons.push(format!("{} records are missing", scan.missing()));
+    }
+    if scan.redo_missing > 0 {
+        reasons.push(format!(
+            "{} batches of the redo log are unreadable",
+            scan.redo_missing
+        ));
     }
     if scan.damaged_replicas > 0 {
         reasons.push(format!(
@@ -238,6 +256,7 @@ fn settle(
     db: ::sled::Db,
     mut scan: Scan,
     found: &Found,
+    replay: &Replay,
     loss: Option<String>,
 ) -> Result<Opened, OpenError> {
     let io = |e: io::Error| paths.unusable(e);
@@ -271,7 +290,7 @@ fn settle(
             }
         }
     };
-    let mut batch = ::sled::Batch::default();
+    let mut batch = Writes::default();
     let mut changes = Vec::new();
     for (start, end) in std::mem::take(&mut scan.holes) {
         scan.sequence.retire_range(start, end, &mut changes);
@@ -316,9 +335,9 @@ fn settle(
     } else {
         HighWater::create(&paths.high_water(), mark).map_err(io)?
     };
-    let log = File::open(paths.sled().join("db")).map_err(io)?;
+    let log = Arc::new(File::open(paths.sled().join("db")).map_err(io)?);
     guarded(|| {
-        db.apply_batch(batch)?;
+        db.apply_batch(batch.into_batch())?;
         db.flush()?;
         Ok(())
     })
@@ -333,6 +352,18 @@ fn settle(
     }
     sync_dir(&paths.sled()).map_err(io)?;
     sync_dir(&paths.dir).map_err(io)?;
+    let path = paths.redo();
+    let redo = match (options.durability, &loss) {
+        (Durability::Fsync, None) => {
+            Redo::open(&path, replay, mark.store, options.redo_bytes).map(Some)
+        }
+        // Nothing of what led to it may come back.
+        (Durability::Fsync, Some(_)) => {
+            Redo::create(&path, replay, mark.store, options.redo_bytes).map(Some)
+        }
+        (Durability::Relaxed, _) => Redo::remove(&path).map(|()| None),
+    };
+    let redo = redo.map_err(io)?;
     high_water
         .advance(scan.sequence.next() - 1)
         .and_then(|()| high_water.sync())
@@ -340,30 +371,28 @@ fn settle(
     Ok(Opened {
         db,
         log,
+        redo,
         scan,
         high_water,
         loss,
     })
 }
 
-pub(super) fn put_gap(
-    batch: &mut ::sled::Batch,
-    change: GapChange,
-) -> Result<(), super::frame::Damaged> {
+pub(super) fn put_gap(writes: &mut Writes, change: GapChange) -> Result<(), super::frame::Damaged> {
     match change {
         GapChange::Put { start, end } => {
             let key = layout::gap_key(start);
             let value = record::encode(Kind::Gap, &key, &end)?;
-            batch.insert(key, value);
+            writes.insert(key, value);
         }
-        GapChange::Remove { start } => batch.remove(layout::gap_key(start)),
+        GapChange::Remove { start } => writes.remove(layout::gap_key(start)),
     }
     Ok(())
 }
 
-pub(super) fn put_due(batch: &mut ::sled::Batch, due: DueKey) -> Result<(), super::frame::Damaged> {
+pub(super) fn put_due(writes: &mut Writes, due: DueKey) -> Result<(), super::frame::Damaged> {
     let key = due.encode();
     let value = super::frame::encode(Kind::Due, &key, &[])?;
-    batch.insert(key, value);
+    writes.insert(key, value);
     Ok(())
 }

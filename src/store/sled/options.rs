@@ -23,28 +23,32 @@ pub enum Step {
     Taken,
     /// They were decided; nothing is written.
     Decided,
-    /// sled has the batch in memory.
-    Applied,
-    /// The kernel has it.
-    Flushed,
-    /// The disk has it.
+    /// The kernel has them, in the redo log.
+    Logged,
+    /// The disk has them.
     Synced,
     /// The high-water file says so.
     Marked,
     /// Callers were told.
     Told,
+    /// The redo log goes on in its other half; nothing of the one that it left
+    /// is in sled yet.
+    Switched,
+    /// sled durably holds that half.
+    Moved,
 }
 
 impl Step {
-    /// In the order of the committer.
-    pub const ALL: [Self; 7] = [
+    /// In the order of the committer, those of moving last.
+    pub const ALL: [Self; 8] = [
         Self::Taken,
         Self::Decided,
-        Self::Applied,
-        Self::Flushed,
+        Self::Logged,
         Self::Synced,
         Self::Marked,
         Self::Told,
+        Self::Switched,
+        Self::Moved,
     ];
 }
 
@@ -58,6 +62,10 @@ pub struct SledOptions {
     pub durability: Durability,
     /// Memory for sled's pages, in bytes.
     pub cache_bytes: u64,
+    /// Size of the redo log on disk, in bytes; as much memory is taken by what it
+    /// holds before sled does. At least 64 KiB. Not used where `durability` is
+    /// relaxed.
+    pub redo_bytes: u64,
     /// How long a key is kept after its last change.
     pub retention: Duration,
     /// Bytes on disk that one tenant may keep before its new keys are refused.
@@ -81,11 +89,20 @@ pub struct SledOptions {
     pub observer: Option<Observer>,
 }
 
+impl SledOptions {
+    pub(super) fn observe(&self, step: Step) {
+        if let Some(observer) = &self.observer {
+            observer(step);
+        }
+    }
+}
+
 impl Default for SledOptions {
     fn default() -> Self {
         Self {
             durability: Durability::Fsync,
             cache_bytes: 64 << 20,
+            redo_bytes: 8 << 20,
             retention: Duration::from_secs(24 * 60 * 60),
             tenant_quota: 8 << 30,
             max_result_bytes: 16 << 20,
@@ -104,6 +121,7 @@ impl fmt::Debug for SledOptions {
         f.debug_struct("SledOptions")
             .field("durability", &self.durability)
             .field("cache_bytes", &self.cache_bytes)
+            .field("redo_bytes", &self.redo_bytes)
             .field("retention", &self.retention)
             .field("tenant_quota", &self.tenant_quota)
             .field("max_result_bytes", &self.max_result_bytes)
@@ -132,6 +150,8 @@ pub struct StoreStats {
     pub expired: u64,
     /// Expiry stands still because the wall clock was set.
     pub expiry_stopped: bool,
+    /// Times a half of the redo log was moved into sled.
+    pub moves: u64,
     /// Bytes on disk that tenants are charged for.
     pub used_bytes: u64,
     /// Keys owned now.

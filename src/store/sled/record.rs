@@ -10,12 +10,15 @@ use super::{
     },
     frame::{self, Damaged, Kind, MAX_BODY},
     layout::{self, Class, RecordKey},
+    overlay::View,
 };
 use crate::ids::{BootId, ReplicaId};
 
-/// Where a finished sample lies: chunks with consecutive sequence numbers.
+/// Where a finished sample lies: in chunks with consecutive sequence numbers, or,
+/// where it is small, behind the event that refers to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct BodyRef {
+    /// Of the first chunk; without chunks, of the event.
     pub(super) first_seq: u64,
     pub(super) chunks: u32,
     pub(super) len: u64,
@@ -23,14 +26,28 @@ pub(super) struct BodyRef {
 }
 
 impl BodyRef {
-    /// Where `body` will lie if its chunks take the numbers from `first_seq`.
+    /// Where `body` will lie if what holds it takes the numbers from `first_seq`.
     pub(super) fn plan(body: &[u8], first_seq: u64) -> Self {
+        let chunks = if body.len() <= MAX_INLINE {
+            0
+        } else {
+            u32::try_from(body.len().div_ceil(MAX_BODY)).unwrap_or(u32::MAX)
+        };
         Self {
             first_seq,
-            chunks: u32::try_from(body.len().div_ceil(MAX_BODY)).unwrap_or(u32::MAX),
+            chunks,
             len: body.len() as u64,
             crc: crc32c::crc32c(body),
         }
+    }
+
+    /// The event behind which it lies, if it does.
+    pub(super) fn event_key(self, hash: KeyHash) -> Option<RecordKey> {
+        (self.chunks == 0).then_some(RecordKey {
+            hash,
+            class: Class::Event,
+            seq: self.first_seq,
+        })
     }
 
     pub(super) fn holds(&self, seq: u64) -> bool {
@@ -48,12 +65,32 @@ impl BodyRef {
     }
 }
 
-/// An event with the time at which it happened.
+/// The largest body that lies behind its event.
+const MAX_INLINE: usize = MAX_BODY - 128;
+
+/// Events that happened at once, with the time: the opening of a life comes with
+/// the first thing that happens in it.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct StoredEvent {
     /// Milliseconds since 1970.
     pub(super) at_ms: u64,
-    pub(super) event: Event<BodyRef>,
+    pub(super) events: Vec<Event<BodyRef>>,
+}
+
+impl StoredEvent {
+    /// A framed value for this place, with a small body behind it.
+    pub(super) fn encode(&self, key: &[u8], inline: &[u8]) -> Result<Vec<u8>, Damaged> {
+        let mut body = postcard::to_stdvec(self).map_err(|_| Damaged)?;
+        body.extend_from_slice(inline);
+        frame::encode(Kind::Event, key, &body)
+    }
+
+    /// The value that was framed for this place, and what lies behind it.
+    pub(super) fn decode(key: &[u8], value: &[u8]) -> Result<(Self, Vec<u8>), Damaged> {
+        let body = frame::decode(Kind::Event, key, value)?;
+        let (stored, inline) = postcard::take_from_bytes(body).map_err(|_| Damaged)?;
+        Ok((stored, inline.to_vec()))
+    }
 }
 
 /// The starts of one replica.
@@ -103,10 +140,12 @@ pub(super) struct Fold {
 
 impl Fold {
     pub(super) fn add(&mut self, key: &[u8], value: &[u8]) -> Result<(), Damaged> {
-        let StoredEvent { at_ms, event } = decode(Kind::Event, key, value)?;
-        match &mut self.record {
-            None => self.record = Some(Record::from_opened(event).map_err(|_| Damaged)?),
-            Some(record) => record.replay(event).map_err(|_| Damaged)?,
+        let (StoredEvent { at_ms, events }, _) = StoredEvent::decode(key, value)?;
+        for event in events {
+            match &mut self.record {
+                None => self.record = Some(Record::from_opened(event).map_err(|_| Damaged)?),
+                Some(record) => record.replay(event).map_err(|_| Damaged)?,
+            }
         }
         self.last_ms = self.last_ms.max(at_ms);
         Ok(())
@@ -114,13 +153,9 @@ impl Fold {
 }
 
 /// What the disk says about a key.
-pub(super) fn load(
-    tree: &::sled::Tree,
-    hash: KeyHash,
-) -> Result<Result<Fold, Damaged>, ::sled::Error> {
+pub(super) fn load(view: &View<'_>, hash: KeyHash) -> Result<Result<Fold, Damaged>, ::sled::Error> {
     let mut fold = Fold::default();
-    for item in tree.scan_prefix(layout::class_prefix(hash, Class::Event)) {
-        let (key, value) = item?;
+    for (key, value) in view.prefix(&layout::class_prefix(hash, Class::Event))? {
         if let Err(damaged) = fold.add(&key, &value) {
             return Ok(Err(damaged));
         }
@@ -130,14 +165,13 @@ pub(super) fn load(
 
 /// The newest record of a replica, and its number in the sequence.
 pub(super) fn load_replica(
-    tree: &::sled::Tree,
+    view: &View<'_>,
     hash: KeyHash,
 ) -> Result<Result<Option<(u64, StoredReplica)>, Damaged>, ::sled::Error> {
-    let mut records = tree.scan_prefix(layout::class_prefix(hash, Class::Replica));
-    let Some(item) = records.next_back() else {
+    let mut records = view.prefix(&layout::class_prefix(hash, Class::Replica))?;
+    let Some((key, value)) = records.pop() else {
         return Ok(Ok(None));
     };
-    let (key, value) = item?;
     Ok(RecordKey::decode(&key)
         .ok_or(Damaged)
         .and_then(|place| Ok(Some((place.seq, decode(Kind::Replica, &key, &value)?)))))
@@ -145,15 +179,23 @@ pub(super) fn load_replica(
 
 /// A stored body, whole.
 pub(super) fn load_body(
-    tree: &::sled::Tree,
+    view: &View<'_>,
     hash: KeyHash,
     body: BodyRef,
 ) -> Result<Result<Vec<u8>, Damaged>, ::sled::Error> {
+    if let Some(key) = body.event_key(hash) {
+        let key = key.encode();
+        let value = view.get(&key)?.unwrap_or_default();
+        return Ok(StoredEvent::decode(&key, &value).and_then(|(_, inline)| {
+            let whole = inline.len() as u64 == body.len && crc32c::crc32c(&inline) == body.crc;
+            if whole { Ok(inline) } else { Err(Damaged) }
+        }));
+    }
     // The length is covered by a checksum, but it still only sizes a hint.
     let mut bytes = Vec::with_capacity(usize::try_from(body.len.min(16 << 20)).unwrap_or(0));
     for key in body.keys(hash) {
         let key = key.encode();
-        let Some(value) = tree.get(&key)? else {
+        let Some(value) = view.get(&key)? else {
             return Ok(Err(Damaged));
         };
         match frame::decode(Kind::Chunk, &key, &value) {

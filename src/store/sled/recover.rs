@@ -10,6 +10,7 @@ use super::{
     fault::Fault,
     frame::Damaged,
     open::{self, OpenError},
+    overlay::Overlay,
     salvage::close,
 };
 
@@ -34,7 +35,11 @@ impl Committer {
     }
 
     fn go_down(&mut self, why: &Fault) {
-        self.live = None;
+        if let Some(mover) = self.live.take().and_then(|live| live.mover) {
+            // It holds sled open. What it has not moved is in the redo log.
+            let _ = mover.wait();
+        }
+        *self.shared.overlay() = Overlay::default();
         self.expiring = false;
         let db = self
             .shared

@@ -100,10 +100,8 @@ impl Committer {
             .db
             .read()
             .unwrap_or_else(PoisonError::into_inner);
-        let db = handle
-            .as_ref()
-            .ok_or_else(|| Fault::Io("the store is closed".into()))?;
-        guarded(|| record::load_replica(db, hash))
+        let view = self.shared.view(&handle)?;
+        guarded(|| record::load_replica(&view, hash))
     }
 
     fn put_replica(
@@ -130,9 +128,8 @@ impl Committer {
     fn drop_replica(&mut self, hash: KeyHash, seq: u64, gathered: &mut Gathered) {
         let class = Class::Replica;
         let place = RecordKey { hash, class, seq };
-        gathered.batch.remove(place.encode());
+        gathered.writes.remove(place.encode());
         gathered.retired.push(seq);
-        gathered.writes += 1;
         if let Some(live) = &mut self.live {
             live.replicas.remove(&seq);
         }

@@ -10,9 +10,13 @@ use std::{
 use super::{
     disk::{free_space, sync_dir},
     fault::{Fault, guarded},
+    frame::Kind,
     high_water::Found,
+    layout, mover,
     open::{OpenError, Paths, missing},
     options::SledOptions,
+    record::{self, Identity},
+    redo::Replay,
     scan::{Scan, scan},
 };
 
@@ -31,6 +35,7 @@ pub(super) fn first_good(
     paths: &Paths,
     options: &SledOptions,
     found: &Found,
+    replay: &Replay,
 ) -> Result<Tried, OpenError> {
     let lost = |scan: &Scan| match missing(found, scan) {
         None => 0,
@@ -44,7 +49,7 @@ pub(super) fn first_good(
         }
     };
     remove_unfinished(&paths.sled()).map_err(|e| paths.unusable(e))?;
-    let (lost_first, fault) = match try_open(&paths.sled(), options) {
+    let (lost_first, fault) = match try_open(&paths.sled(), options, replay) {
         Ok((db, scan)) => match lost(&scan) {
             0 => return Ok(Tried::Opened(db, Box::new(scan))),
             some => {
@@ -67,7 +72,7 @@ pub(super) fn first_good(
     let copied = copy_without_snapshots(&paths.sled(), &paths.retry())
         .map_err(|e| paths.unusable(format!("a copy to try on cannot be made: {e}")))?;
     if copied > 0
-        && let Ok((db, scan)) = try_open(&paths.retry(), options)
+        && let Ok((db, scan)) = try_open(&paths.retry(), options, replay)
     {
         let lost_now = lost(&scan);
         if close(db).is_ok() && lost_now < lost_first {
@@ -83,7 +88,7 @@ pub(super) fn first_good(
         }
     }
     remove_all(&paths.retry());
-    match try_open(&paths.sled(), options) {
+    match try_open(&paths.sled(), options, replay) {
         Ok((db, scan)) => Ok(Tried::Opened(db, Box::new(scan))),
         Err(fault @ (Fault::DiskFull | Fault::InUse | Fault::Io(_))) => Err(paths.unusable(fault)),
         Err(again) => Ok(Tried::Broken(fault.unwrap_or(again))),
@@ -98,17 +103,26 @@ pub(super) fn close(db: ::sled::Db) -> Result<(), Fault> {
     })
 }
 
-pub(super) fn try_open(dir: &Path, options: &SledOptions) -> Result<(::sled::Db, Scan), Fault> {
+/// Opens sled in `dir`, does again what the redo log says, and looks at it all.
+pub(super) fn try_open(
+    dir: &Path,
+    options: &SledOptions,
+    replay: &Replay,
+) -> Result<(::sled::Db, Scan), Fault> {
     let mut tries = 0;
     loop {
         let opened = guarded(|| {
-            let db = ::sled::Config::new()
+            ::sled::Config::new()
                 .path(dir)
                 .cache_capacity(options.cache_bytes)
                 // The committer decides when: a flush of its own would sync late.
                 .flush_every_ms(None)
-                .open()?;
-            let scan = scan(&db)?;
+                .open()
+        })
+        .and_then(|db| {
+            let missing = redo(&db, dir, replay)?;
+            let mut scan = guarded(|| scan(&db))?;
+            scan.redo_missing = missing;
             Ok((db, scan))
         });
         // We hold the lock of the whole store, so a handle of our own that was
@@ -123,6 +137,26 @@ pub(super) fn try_open(dir: &Path, options: &SledOptions) -> Result<(::sled::Db,
     }
 }
 
+/// Puts what the redo log says into sled, where it is the same store's. Says how
+/// many of its batches are missing.
+fn redo(db: &::sled::Db, dir: &Path, replay: &Replay) -> Result<u64, Fault> {
+    let stored = guarded(|| db.get(layout::IDENTITY))?;
+    let identity: Option<Identity> =
+        stored.and_then(|value| record::decode(Kind::Identity, layout::IDENTITY, &value).ok());
+    if identity.is_none_or(|identity| identity.store != replay.store) {
+        return Ok(0);
+    }
+    if !replay.writes.is_empty() {
+        tracing::info!(
+            writes = replay.writes.len(),
+            "bringing the store up to date"
+        );
+        let log = File::open(dir.join("db"))?;
+        mover::replay(db, &log, &replay.writes)?;
+    }
+    Ok(replay.missing)
+}
+
 /// Copies what is left into new files, and keeps the old ones: sled may lose
 /// more of a log that it has once misread.
 pub(super) fn rebuild(
@@ -132,7 +166,8 @@ pub(super) fn rebuild(
 ) -> Result<(::sled::Db, Scan), OpenError> {
     let fail = |fault: Fault| paths.unusable(fault);
     remove_all(&paths.retry());
-    let (new, _) = try_open(&paths.retry(), options).map_err(fail)?;
+    let nothing = Replay::default();
+    let (new, _) = try_open(&paths.retry(), options, &nothing).map_err(fail)?;
     let copied = guarded(|| {
         for item in old.iter() {
             let (key, value) = item?;
@@ -156,7 +191,7 @@ pub(super) fn rebuild(
         .and_then(|()| sync_dir(&paths.dir))
         .map_err(|e| paths.unusable(e))?;
     tracing::warn!(quarantine = %quarantine.display(), "the damaged files are kept");
-    try_open(&paths.sled(), options).map_err(fail)
+    try_open(&paths.sled(), options, &nothing).map_err(fail)
 }
 
 /// Removes snapshots that sled had not finished writing, which would keep it

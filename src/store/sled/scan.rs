@@ -32,6 +32,8 @@ pub(super) struct Scan {
     pub(super) damaged: u64,
     /// Replicas whose starts did not decode: their incarnations are unknown.
     pub(super) damaged_replicas: u64,
+    /// Batches of the redo log that are needed and unreadable.
+    pub(super) redo_missing: u64,
     /// Remains of batches that were never acknowledged, or of expired keys.
     pub(super) leftovers: Vec<Vec<u8>>,
     /// Keys that would never be looked at for expiry.

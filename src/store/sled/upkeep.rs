@@ -88,8 +88,7 @@ impl Committer {
                 self.expiring = true;
                 break;
             }
-            gathered.batch.remove(key);
-            gathered.writes += 1;
+            gathered.writes.remove(key);
             // Where somebody works on it, it is looked at again a retention later.
             let mut again = now_ms.saturating_add(retention_ms.max(1));
             let owned = |active: &Active| active.record.owner.is_some();
@@ -103,7 +102,7 @@ impl Committer {
                     continue;
                 }
             }
-            put_due(&mut gathered.batch, DueKey { at_ms: again, hash }).map_err(unencodable)?;
+            put_due(&mut gathered.writes, DueKey { at_ms: again, hash }).map_err(unencodable)?;
         }
         Ok(())
     }
@@ -114,26 +113,16 @@ impl Committer {
             .db
             .read()
             .unwrap_or_else(PoisonError::into_inner);
-        let Some(db) = handle.as_ref() else {
-            return Ok(Vec::new());
-        };
+        let view = self.shared.view(&handle)?;
         let end = DueKey {
-            at_ms: now_ms,
-            hash: KeyHash([0xff; 32]),
+            at_ms: now_ms.saturating_add(1),
+            hash: KeyHash([0; 32]),
         };
-        guarded(|| {
-            let mut due = Vec::new();
-            for item in db
-                .range(layout::DUE.to_vec()..=end.encode())
-                .take(EXPIRE_KEYS)
-            {
-                let (key, _) = item?;
-                if let Some(place) = DueKey::decode(&key) {
-                    due.push((key.to_vec(), place.hash));
-                }
-            }
-            Ok(due)
-        })
+        let due = guarded(|| view.range(layout::DUE, &end.encode(), EXPIRE_KEYS))?;
+        let places = due
+            .into_iter()
+            .filter_map(|(key, _)| DueKey::decode(&key).map(|place| (key, place.hash)));
+        Ok(places.collect())
     }
 
     fn aged(&self, hash: KeyHash) -> Result<Aged, Fault> {
@@ -142,9 +131,7 @@ impl Committer {
             .db
             .read()
             .unwrap_or_else(PoisonError::into_inner);
-        let db = handle
-            .as_ref()
-            .ok_or_else(|| Fault::Io("the store is closed".into()))?;
+        let view = self.shared.view(&handle)?;
         guarded(|| {
             let mut aged = Aged {
                 fold: Fold::default(),
@@ -152,15 +139,14 @@ impl Committer {
                 bytes: 0,
             };
             let mut damaged = false;
-            for item in db.scan_prefix(layout::key_prefix(hash)) {
-                let (key, value) = item?;
+            for (key, value) in view.prefix(&layout::key_prefix(hash))? {
                 let event = RecordKey::decode(&key).is_some_and(|p| p.class == Class::Event);
                 if event && !damaged {
                     // The account counts what folds up to the damage, too.
                     damaged = aged.fold.add(&key, &value) == Err(Damaged);
                 }
                 aged.bytes += charge(&key, &value);
-                aged.records.push(key.to_vec());
+                aged.records.push(key);
             }
             Ok(aged)
         })
@@ -171,8 +157,7 @@ impl Committer {
             if let Some(place) = RecordKey::decode(&key) {
                 gathered.retired.push(place.seq);
             }
-            gathered.batch.remove(key);
-            gathered.writes += 1;
+            gathered.writes.remove(key);
         }
         if let (Some(live), Some(record)) = (&mut self.live, aged.fold.record)
             && let Some(used) = live.used.get_mut(&record.tenant)
