@@ -5,7 +5,9 @@
 //! over. An abort is sent a second time after a moment, because an engine answers
 //! 200 for an id that it has not parsed yet. Only then is the attempt fenced: were
 //! that written down before, a crash in between would leave nobody who sends the
-//! second abort, and a copy that runs to its end beside the next attempt.
+//! second abort, and a copy that runs to its end beside the next attempt. A third
+//! abort follows in the background, for engines that parse very late: two copies
+//! run beside each other for less than a second then.
 //!
 //! ```text
 //! abort ──answered──▶ a moment, abort again ──answered──▶ fenced
@@ -30,6 +32,10 @@ use crate::{
 
 /// An abort that overtook its request did nothing: it is sent again after this.
 pub const ABORT_AGAIN: Duration = Duration::from_millis(250);
+
+/// An engine that parses a request later than the second abort runs a copy that
+/// nobody waits for: it is aborted so long after the first one.
+pub const ABORT_LATE: Duration = Duration::from_millis(900);
 
 /// An engine that does not answer an abort within this is silent.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -105,7 +111,15 @@ impl Fence {
                 Point::Abort
             });
             match abort(client, url, id).await {
-                Answer::Aborted if answered => return Ok(Fenced::Aborted),
+                Answer::Aborted if answered => {
+                    let late = ABORT_LATE.saturating_sub(ABORT_AGAIN);
+                    let (client, url, id) = (Arc::clone(client), Arc::clone(url), id.clone());
+                    tokio::spawn(async move {
+                        sleep(late).await;
+                        abort(&client, &url, &id).await
+                    });
+                    return Ok(Fenced::Aborted);
+                }
                 Answer::Aborted => {
                     answered = true;
                     sleep(ABORT_AGAIN).await;
