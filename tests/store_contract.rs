@@ -94,12 +94,24 @@ impl Backend for Sled {
 }
 
 mod suite {
-    use std::{sync::Arc, task::Poll, time::Duration};
+    use std::{
+        collections::BTreeMap,
+        num::NonZeroU32,
+        sync::Arc,
+        task::Poll,
+        time::{Duration, SystemTime},
+    };
 
     use berth::{
+        call::LogprobMode,
         error::{Error, Reason},
-        ids::{BootId, IdempotencyKey, ReplicaId, Tenant},
-        store::{Claim, Commit, KeyHash, OwnerId, StoreError, life::Rejection},
+        fleet::facts::{Accelerator, Capabilities, EngineKind, RankFacts, ReplicaFacts},
+        ids::{BootId, IdempotencyKey, Incarnation, ReplicaId, Tenant},
+        store::{
+            Claim, Commit, KeyHash, OwnerId, StoreError,
+            life::Rejection,
+            notes::{Note, PinNote, Recalled, ReplicaNote},
+        },
     };
 
     use super::{Backend, MAX_RESULT, QUOTA, support::*};
@@ -486,6 +498,132 @@ mod suite {
         }
     }
 
+    fn replica(id: &str, ranks: u32) -> ReplicaNote {
+        let url: Arc<str> = "http://127.0.0.1:1".into();
+        let facts = ReplicaFacts {
+            id: ReplicaId::new(id),
+            boot: BootId::new("boot"),
+            url: Arc::clone(&url),
+            engine: EngineKind::Sglang,
+            engine_version: String::new(),
+            model: "m".into(),
+            vocab_size: NonZeroU32::new(9),
+            context_length: 100,
+            weight_version: "1".into(),
+            adapters: Vec::new(),
+            capabilities: Capabilities::default(),
+            accelerator: Accelerator::default(),
+            ranks: (0..ranks)
+                .map(|rank| RankFacts {
+                    rank,
+                    url: Arc::clone(&url),
+                    engine_rank: rank,
+                    gpu_uuids: vec![format!("GPU-{rank:032}")],
+                    kv_capacity: 1000,
+                    max_running: 4,
+                })
+                .collect(),
+            page_size: 1,
+            logprob_mode: LogprobMode::default(),
+            labels: BTreeMap::new(),
+        };
+        ReplicaNote {
+            facts,
+            incarnation: Incarnation(4),
+            draining: false,
+        }
+    }
+
+    fn pin(n: u32) -> PinNote {
+        PinNote {
+            target: target(),
+            tokens: n,
+            used_at: SystemTime::UNIX_EPOCH + Duration::from_secs(u64::from(n)),
+        }
+    }
+
+    async fn recalled(backend: &dyn Backend) -> Recalled {
+        let mut all = backend.store().recall().await.unwrap();
+        all.replicas.sort_by(|a, b| a.facts.id.cmp(&b.facts.id));
+        all
+    }
+
+    pub(super) async fn notes_are_kept_replaced_and_removed(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let replica_of =
+            |id: &str, ranks| Note::Replica(ReplicaId::new(id), Some(Box::new(replica(id, ranks))));
+        let until = SystemTime::UNIX_EPOCH + Duration::from_secs(77);
+        // One of them fills many values of a store that keeps small ones.
+        let notes = vec![
+            Note::Pin(1, Some(pin(1))),
+            Note::Pin(u128::MAX, Some(pin(2))),
+            Note::Pin(3, Some(pin(3))),
+            replica_of("small", 1),
+            replica_of("large", 400),
+            replica_of("gone", 200),
+            Note::Condemned([5; 16], Some(until)),
+            Note::Condemned([6; 16], Some(until)),
+        ];
+        store.note(notes).await.unwrap();
+        backend.crash().await;
+        let all = recalled(backend).await;
+        assert_eq!(all.pins, [(1, pin(1)), (3, pin(3)), (u128::MAX, pin(2))]);
+        let expected = ["gone", "large", "small"].map(|id| match id {
+            "gone" => replica(id, 200),
+            "large" => replica(id, 400),
+            _ => replica(id, 1),
+        });
+        assert_eq!(all.replicas, expected);
+        assert_eq!(all.condemned, [([5; 16], until), ([6; 16], until)]);
+        let store = backend.store();
+        let notes = vec![
+            Note::Pin(3, None),
+            Note::Pin(99, None),
+            Note::Pin(1, Some(pin(10))),
+            Note::Pin(1, Some(pin(11))),
+            replica_of("large", 2),
+            Note::Replica(ReplicaId::new("gone"), None),
+            Note::Condemned([6; 16], None),
+        ];
+        store.note(notes).await.unwrap();
+        for _ in 0..2 {
+            let all = recalled(backend).await;
+            assert_eq!(all.pins, [(1, pin(11)), (u128::MAX, pin(2))]);
+            assert_eq!(all.replicas, [replica("large", 2), replica("small", 1)]);
+            assert_eq!(all.condemned, [([5; 16], until)]);
+            backend.crash().await;
+        }
+    }
+
+    /// More than any store reads at once.
+    pub(super) async fn ten_thousand_pins_come_back(backend: &mut dyn Backend) {
+        let store = backend.store();
+        for piece in 0..10 {
+            let notes = (0..1000)
+                .map(|n| piece * 1000 + n)
+                .map(|n| Note::Pin(u128::from(n) << 64, Some(pin(n))));
+            store.note(notes.collect()).await.unwrap();
+        }
+        backend.crash().await;
+        let all = recalled(backend).await;
+        assert_eq!(all.pins.len(), 10_000);
+        for ((key, note), n) in all.pins.iter().zip(0u32..) {
+            assert_eq!((*key, note), (u128::from(n) << 64, &pin(n)));
+        }
+    }
+
+    pub(super) async fn an_attempt_notes_the_pin_that_it_binds(backend: &mut dyn Backend) {
+        let store = backend.store();
+        claimed(&*store, request(1, OWNER, 1)).await;
+        store.dispatch(key(1), OWNER, 0, attempt(1)).await.unwrap();
+        backend.crash().await;
+        let all = recalled(backend).await;
+        let [(7, note)] = &all.pins[..] else {
+            panic!("{all:?}");
+        };
+        assert_eq!((&note.target, note.tokens), (&target(), 0));
+    }
+
     pub(super) async fn the_epoch_stays(backend: &mut dyn Backend) {
         let before = backend.store().epoch();
         assert_ne!(before, 0);
@@ -528,6 +666,9 @@ macro_rules! contracts {
             incarnations_only_grow
             boots_at_once_get_different_numbers
             many_generations_at_once
+            notes_are_kept_replaced_and_removed
+            ten_thousand_pins_come_back
+            an_attempt_notes_the_pin_that_it_binds
             the_epoch_stays
         }
     )*};

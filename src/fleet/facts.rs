@@ -3,13 +3,15 @@
 
 use std::{collections::BTreeMap, num::NonZeroU32, sync::Arc};
 
+use serde::{Deserialize, Serialize};
+
 use crate::{
     call::LogprobMode,
     ids::{BootId, ReplicaId},
 };
 
 /// The facts of one start of an engine.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaFacts {
     /// Stable over restarts.
     pub id: ReplicaId,
@@ -46,7 +48,7 @@ pub struct ReplicaFacts {
 }
 
 /// Which HTTP API an engine speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum EngineKind {
     /// SGLang's `/generate`.
     Sglang,
@@ -55,7 +57,7 @@ pub enum EngineKind {
 }
 
 /// A LoRA adapter that a replica can serve.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdapterFacts {
     /// The name that requests use.
     pub name: Arc<str>,
@@ -66,7 +68,7 @@ pub struct AdapterFacts {
 }
 
 /// What requests a replica can honour.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "documented where users read it: replica.proto")]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts")]
 pub struct Capabilities {
@@ -82,7 +84,7 @@ pub struct Capabilities {
 }
 
 /// What a replica runs on.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accelerator {
     /// As NVML prints it.
     pub name: String,
@@ -93,7 +95,7 @@ pub struct Accelerator {
 }
 
 /// One data-parallel rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankFacts {
     /// The number in Berth's routing.
     pub rank: u32,

@@ -3,7 +3,7 @@
 //! Bounded by retention and by each tenant's quota.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, SystemTime},
 };
@@ -14,7 +14,8 @@ use tokio::time::Instant;
 use super::{
     AttemptRecord, Claim, ClaimRequest, Claimed, Commit, FinishedSample, IncarnationGrant, KeyHash,
     OwnerId, Store, StoreError, fresh_epoch,
-    life::{self, Command, Record, Reply, SampleState},
+    life::{self, Command, Event, Record, Reply, SampleState},
+    notes::{Note, PinNote, Recalled, ReplicaNote},
 };
 use crate::{
     error::Error,
@@ -57,6 +58,9 @@ struct State {
     by_age: BTreeSet<(Instant, KeyHash)>,
     used: HashMap<Tenant, u64>,
     incarnations: HashMap<ReplicaId, Vec<(BootId, Incarnation)>>,
+    pins: BTreeMap<u128, PinNote>,
+    replicas: BTreeMap<ReplicaId, ReplicaNote>,
+    condemned: BTreeMap<[u8; 16], SystemTime>,
 }
 
 struct Entry {
@@ -214,6 +218,16 @@ impl State {
         // done by `forget`, which knows what hangs on it.
         let release = matches!(command, Command::Release { .. });
         let applied = entry.record.apply(command)?;
+        if let Some(Event::Dispatched { attempt, .. }) = &applied.event
+            && let Some(pin) = attempt.binds
+        {
+            let note = PinNote {
+                target: attempt.target.clone(),
+                tokens: 0,
+                used_at: SystemTime::now(),
+            };
+            self.pins.insert(pin, note);
+        }
         if applied.event.is_some() {
             self.by_age.remove(&(entry.changed, key));
             entry.changed = now;
@@ -260,6 +274,13 @@ impl State {
                 _ => self.forget(key),
             }
         }
+    }
+}
+
+fn set<K: Ord, V>(map: &mut BTreeMap<K, V>, key: K, value: Option<V>) {
+    match value {
+        Some(value) => drop(map.insert(key, value)),
+        None => drop(map.remove(&key)),
     }
 }
 
@@ -375,6 +396,35 @@ impl Store for MemoryStore {
         boot: BootId,
     ) -> BoxFuture<'_, Result<IncarnationGrant, StoreError>> {
         async move { Ok(self.incarnation_now(replica, boot)) }.boxed()
+    }
+
+    fn note(&self, notes: Vec<Note>) -> BoxFuture<'_, Result<(), StoreError>> {
+        async move {
+            let mut state = self.lock();
+            for note in notes {
+                match note {
+                    Note::Pin(key, pin) => set(&mut state.pins, key, pin),
+                    Note::Replica(id, note) => {
+                        set(&mut state.replicas, id, note.map(|note| *note));
+                    }
+                    Note::Condemned(prompt, until) => set(&mut state.condemned, prompt, until),
+                }
+            }
+            Ok(())
+        }
+        .boxed()
+    }
+
+    fn recall(&self) -> BoxFuture<'_, Result<Recalled, StoreError>> {
+        async move {
+            let state = self.lock();
+            Ok(Recalled {
+                pins: state.pins.iter().map(|(k, v)| (*k, v.clone())).collect(),
+                replicas: state.replicas.values().cloned().collect(),
+                condemned: state.condemned.iter().map(|(k, v)| (*k, *v)).collect(),
+            })
+        }
+        .boxed()
     }
 
     fn epoch(&self) -> u64 {

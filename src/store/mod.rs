@@ -7,6 +7,7 @@
 
 pub mod life;
 pub mod memory;
+pub mod notes;
 pub mod sled;
 
 use std::{
@@ -329,6 +330,14 @@ pub trait Store: Send + Sync + 'static {
         replica: ReplicaId,
         boot: BootId,
     ) -> BoxFuture<'_, Result<IncarnationGrant, StoreError>>;
+
+    /// Takes these notes, durably as configured before this answers. Of two about
+    /// one thing the later one holds. An attempt that binds a trajectory
+    /// ([`AttemptRecord::binds`]) notes its pin by itself, without tokens.
+    fn note(&self, notes: Vec<notes::Note>) -> BoxFuture<'_, Result<(), StoreError>>;
+
+    /// All notes.
+    fn recall(&self) -> BoxFuture<'_, Result<notes::Recalled, StoreError>>;
 
     /// Changes when the store declares a loss.
     fn epoch(&self) -> u64;

@@ -37,6 +37,7 @@ use super::{
     super::{
         ClaimRequest, Commit, IncarnationGrant, KeyHash, OwnerId, StoreError,
         life::{Command, Record, Reply},
+        notes::{Note, Recalled},
     },
     clock::Watch,
     decide::refuse,
@@ -72,6 +73,8 @@ pub(super) enum Request {
         answer: AnswerTo<Commit>,
     },
     Incarnation(ReplicaId, BootId, AnswerTo<IncarnationGrant>),
+    Note(Vec<Note>, AnswerTo<()>),
+    Recall(AnswerTo<Recalled>),
     Close(AnswerTo<()>),
 }
 

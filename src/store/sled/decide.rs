@@ -7,6 +7,7 @@ use super::{
     super::{
         ClaimRequest, Commit, KeyHash, OwnerId, StoreError,
         life::{self, Command, Event, Record, Reply, SampleState},
+        notes::PinNote,
     },
     clock::to_ms,
     committer::{Active, AnswerTo, Committer, Gathered, Request},
@@ -118,6 +119,8 @@ impl Committer {
             Request::Incarnation(replica, boot, answer) => {
                 self.grant(replica, boot, answer, gathered)
             }
+            Request::Note(notes, answer) => self.take_notes(notes, answer, gathered),
+            Request::Recall(answer) => self.recall(answer, gathered),
             Request::Close(_) => Ok(()),
         }
     }
@@ -227,6 +230,16 @@ impl Committer {
         let opened = (!active.on_disk).then(|| active.record.opened());
         active.on_disk = true;
         let tenant = active.record.tenant.clone();
+        if let Event::Dispatched { attempt, .. } = &event
+            && let Some(pin) = attempt.binds
+        {
+            let note = PinNote {
+                target: attempt.target.clone(),
+                tokens: 0,
+                used_at: self.options.clock.wall(),
+            };
+            self.bind(pin, &note, gathered)?;
+        }
         let mut inline: &[u8] = &[];
         if let Some(body) = body {
             let first = self.live.as_ref().map_or(0, |live| live.sequence.next());
@@ -336,6 +349,8 @@ pub(super) fn refuse(request: Request, why: StoreError) {
         Request::Write(_, _, answer) => drop(answer.send(Err(why))),
         Request::Commit { answer, .. } => drop(answer.send(Err(why))),
         Request::Incarnation(_, _, answer) => drop(answer.send(Err(why))),
+        Request::Note(_, answer) => drop(answer.send(Err(why))),
+        Request::Recall(answer) => drop(answer.send(Err(why))),
         Request::Close(answer) => drop(answer.send(Err(why))),
     }
 }

@@ -29,6 +29,8 @@ pub(super) enum Kind {
     Due = 5,
     /// The store's identity.
     Identity = 6,
+    /// A piece of a note.
+    Note = 7,
 }
 
 impl Kind {
@@ -40,6 +42,7 @@ impl Kind {
             Self::Gap,
             Self::Due,
             Self::Identity,
+            Self::Note,
         ]
         .into_iter()
         .find(|kind| *kind as u8 == byte)

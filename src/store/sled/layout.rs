@@ -7,6 +7,7 @@
 //! | `m` | identity of the store |
 //! | `e` due, key hash | the key is looked at for expiry at this time |
 //! | `g` start | sequence numbers from start to the stored end are not in use |
+//! | `n` kind, id, part | a piece of a note |
 //! | `r` key hash, class, sequence number | one piece of a key's life |
 //!
 //! Numbers are big-endian, so that the tree's order is theirs.
@@ -19,6 +20,8 @@ pub(super) const IDENTITY: &[u8] = b"m";
 pub(super) const DUE: &[u8] = b"e";
 /// Before every gap.
 pub(super) const GAP: &[u8] = b"g";
+/// Before every note.
+pub(super) const NOTE: &[u8] = b"n";
 /// Before every record.
 pub(super) const RECORD: &[u8] = b"r";
 
@@ -104,6 +107,69 @@ impl DueKey {
             at_ms: u64::from_be_bytes(*at_ms),
             hash: KeyHash(hash.try_into().ok()?),
         })
+    }
+}
+
+/// What a note is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoteKind {
+    Pin = 0,
+    Replica = 1,
+    Condemned = 2,
+}
+
+impl NoteKind {
+    pub(super) const ALL: [Self; 3] = [Self::Pin, Self::Replica, Self::Condemned];
+}
+
+/// Where a note lies; its parts lie behind each other. All ids of one kind are of
+/// one length.
+#[derive(Clone, Debug)]
+pub(super) struct NoteKey(Vec<u8>);
+
+impl NoteKey {
+    pub(super) fn new(kind: NoteKind, id: Vec<u8>) -> Self {
+        let mut key = Self::first(kind);
+        key.extend(id);
+        Self(key)
+    }
+
+    pub(super) fn part(&self, part: usize) -> Vec<u8> {
+        let mut key = self.0.clone();
+        key.extend_from_slice(&u16::try_from(part).unwrap_or(u16::MAX).to_be_bytes());
+        key
+    }
+
+    /// Before every part.
+    pub(super) fn prefix(&self) -> Vec<u8> {
+        self.0.clone()
+    }
+
+    /// Before every note of a kind.
+    pub(super) fn first(kind: NoteKind) -> Vec<u8> {
+        let mut key = NOTE.to_vec();
+        key.push(kind as u8);
+        key
+    }
+
+    /// After every note of a kind.
+    pub(super) fn end(kind: NoteKind) -> Vec<u8> {
+        let mut key = NOTE.to_vec();
+        key.push(kind as u8 + 1);
+        key
+    }
+
+    /// The note that this part belongs to.
+    pub(super) fn start_of(part: &[u8]) -> Vec<u8> {
+        part.get(..part.len().saturating_sub(2))
+            .unwrap_or_default()
+            .to_vec()
+    }
+
+    /// The id in a part's key.
+    pub(super) fn id(part: &[u8]) -> &[u8] {
+        part.get(2..part.len().saturating_sub(2))
+            .unwrap_or_default()
     }
 }
 

@@ -16,6 +16,7 @@ mod frame;
 mod high_water;
 mod layout;
 mod mover;
+mod notes;
 mod open;
 mod options;
 mod overlay;
@@ -59,7 +60,9 @@ use self::{
 };
 use super::{
     AttemptRecord, Claim, ClaimRequest, Claimed, Commit, FinishedSample, IncarnationGrant, KeyHash,
-    OwnerId, Store, StoreError, life::Command,
+    OwnerId, Store, StoreError,
+    life::Command,
+    notes::{Note, Recalled},
 };
 use crate::{
     error::Error,
@@ -422,6 +425,18 @@ impl Store for SledStore {
             .await
         }
         .boxed()
+    }
+
+    fn note(&self, notes: Vec<Note>) -> BoxFuture<'_, Result<(), StoreError>> {
+        async move {
+            let kib = u32::try_from(notes.len() / 4).unwrap_or(u32::MAX);
+            self.ask(kib, |answer| Request::Note(notes, answer)).await
+        }
+        .boxed()
+    }
+
+    fn recall(&self) -> BoxFuture<'_, Result<Recalled, StoreError>> {
+        self.ask(REQUEST_KIB, Request::Recall).boxed()
     }
 
     fn epoch(&self) -> u64 {

@@ -103,6 +103,8 @@ pub(super) fn scan(tree: &::sled::Tree) -> Result<Scan, ::sled::Error> {
                 // Its numbers show up as holes.
                 scan.damaged += 1;
             }
+        } else if key.starts_with(layout::NOTE) {
+            // No record: what is damaged of it is passed over where it is read.
         } else if &key[..] == layout::IDENTITY {
             match record::decode(Kind::Identity, &key, &value) {
                 Ok(identity) => scan.identity = Some(identity),

@@ -1,0 +1,57 @@
+//! Small facts beside the records, so that a restart finds the fleet and the
+//! trajectories where they were. Each is replaced as a whole or removed. A lost
+//! one costs work and never a result, so the loss of one is not declared.
+
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    fleet::facts::ReplicaFacts,
+    ids::{Incarnation, ReplicaId, Target},
+};
+
+/// Where a trajectory lives.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PinNote {
+    /// The rank that holds its cache.
+    pub target: Target,
+    /// How many tokens of it; 0 when the first turn was not answered yet.
+    pub tokens: u32,
+    /// Its last turn.
+    pub used_at: SystemTime,
+}
+
+/// A replica that was registered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplicaNote {
+    /// What it said.
+    pub facts: ReplicaFacts,
+    /// What it was given.
+    pub incarnation: Incarnation,
+    /// An operator drains it.
+    pub draining: bool,
+}
+
+/// One change. `None` removes.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Note {
+    /// By `routing::PinKey`.
+    Pin(u128, Option<PinNote>),
+    /// By the replica's id.
+    Replica(ReplicaId, Option<Box<ReplicaNote>>),
+    /// A prompt that kills engines, by `stack::poison::PromptHash`, and until
+    /// when it is refused.
+    Condemned([u8; 16], Option<SystemTime>),
+}
+
+/// Every note that is kept.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Recalled {
+    /// See [`Note::Pin`].
+    pub pins: Vec<(u128, PinNote)>,
+    /// See [`Note::Replica`].
+    pub replicas: Vec<ReplicaNote>,
+    /// See [`Note::Condemned`].
+    pub condemned: Vec<([u8; 16], SystemTime)>,
+}

@@ -1,0 +1,223 @@
+//! Notes on disk: each in one value, or, where it is longer, in numbered parts.
+//! They are outside the sequence and no tenant is charged for them.
+
+use std::sync::PoisonError;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    super::{
+        StoreError,
+        notes::{Note, PinNote, Recalled, ReplicaNote},
+    },
+    committer::{AnswerTo, Committer, Gathered},
+    decide::{hold, unencodable},
+    fault::{Fault, guarded},
+    frame::{self, Damaged, Kind, MAX_BODY},
+    layout::{NoteKey, NoteKind},
+    record::replica_hash,
+    writes::Writes,
+};
+
+/// Parts of one note: enough for a replica with a thousand ranks.
+const MAX_PARTS: usize = 64;
+
+/// Before the bytes of each part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct PartHead {
+    parts: u16,
+    /// Of the whole note, so that parts of two never make one.
+    crc: u32,
+}
+
+/// As much as a head can take.
+const HEAD: usize = 8;
+
+impl Committer {
+    pub(super) fn take_notes(
+        &mut self,
+        notes: Vec<Note>,
+        answer: AnswerTo<()>,
+        gathered: &mut Gathered,
+    ) -> Result<(), Fault> {
+        let mut done = Ok(());
+        for note in notes {
+            if !self.take_note(note, gathered)? {
+                done = Err(StoreError::Failed("a note is too long to be kept".into()));
+            }
+        }
+        hold(gathered, true, answer, done, |()| None);
+        Ok(())
+    }
+
+    /// False: it is too long and nothing of it is kept.
+    fn take_note(&mut self, note: Note, gathered: &mut Gathered) -> Result<bool, Fault> {
+        let (key, bytes) = match &note {
+            Note::Pin(key, pin) => (pin_key(*key), pin.as_ref().map(postcard::to_stdvec)),
+            Note::Replica(id, replica) => (
+                NoteKey::new(NoteKind::Replica, replica_hash(id).0.to_vec()),
+                replica
+                    .as_ref()
+                    .map(|note| postcard::to_stdvec(&(id, note))),
+            ),
+            Note::Condemned(prompt, until) => (
+                NoteKey::new(NoteKind::Condemned, prompt.to_vec()),
+                until.as_ref().map(postcard::to_stdvec),
+            ),
+        };
+        let bytes = bytes.transpose().map_err(|_| unencodable(Damaged))?;
+        // Only a replica's can have more than one part.
+        let old = match note {
+            Note::Replica(..) => self.parts_of(&key)?,
+            Note::Pin(..) | Note::Condemned(..) => 1,
+        };
+        let parts = bytes
+            .as_ref()
+            .map_or(0, |bytes| bytes.len().div_ceil(MAX_BODY - HEAD));
+        if parts > MAX_PARTS {
+            return Ok(false);
+        }
+        if let Some(bytes) = &bytes {
+            put_parts(&key, bytes, &mut gathered.writes)?;
+        }
+        for part in parts..old {
+            gathered.writes.remove(key.part(part));
+        }
+        Ok(true)
+    }
+
+    fn parts_of(&self, key: &NoteKey) -> Result<usize, Fault> {
+        let handle = self
+            .shared
+            .db
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        let view = self.shared.view(&handle)?;
+        // At least one: what this very batch holds is not seen here, and to
+        // remove what is not there does no harm.
+        guarded(|| view.prefix(&key.prefix())).map(|parts| parts.len().max(1))
+    }
+
+    /// The note of a pin that an attempt binds, in the attempt's own batch.
+    pub(super) fn bind(
+        &self,
+        key: u128,
+        pin: &PinNote,
+        gathered: &mut Gathered,
+    ) -> Result<(), Fault> {
+        let bytes = postcard::to_stdvec(pin).map_err(|_| unencodable(Damaged))?;
+        put_parts(&pin_key(key), &bytes, &mut gathered.writes)
+    }
+
+    pub(super) fn recall(
+        &self,
+        answer: AnswerTo<Recalled>,
+        gathered: &mut Gathered,
+    ) -> Result<(), Fault> {
+        let handle = self
+            .shared
+            .db
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        let view = self.shared.view(&handle)?;
+        let mut recalled = Recalled::default();
+        let mut damaged = 0u64;
+        for kind in NoteKind::ALL {
+            // In pieces, so that a million pins are not in memory twice.
+            let mut from = NoteKey::first(kind);
+            loop {
+                let piece = guarded(|| view.range(&from, &NoteKey::end(kind), PIECE))?;
+                let last = piece.last().map(|(key, _)| NoteKey::start_of(key));
+                let Some(last) = last.filter(|_| piece.len() == PIECE) else {
+                    damaged += add(&mut recalled, kind, &piece);
+                    break;
+                };
+                // The last note may go on in the next piece: it is read there.
+                let cut = piece.partition_point(|(key, _)| NoteKey::start_of(key) < last);
+                damaged += add(&mut recalled, kind, piece.get(..cut).unwrap_or_default());
+                from = last;
+            }
+        }
+        if damaged > 0 {
+            tracing::warn!(
+                damaged,
+                "notes of pins or replicas are damaged and passed over"
+            );
+        }
+        hold(gathered, false, answer, Ok(recalled), |_| None);
+        Ok(())
+    }
+}
+
+/// Values that are read at once: more than one note has.
+const PIECE: usize = 4096;
+
+fn pin_key(key: u128) -> NoteKey {
+    NoteKey::new(NoteKind::Pin, key.to_be_bytes().to_vec())
+}
+
+fn put_parts(key: &NoteKey, bytes: &[u8], writes: &mut Writes) -> Result<(), Fault> {
+    let parts = bytes.chunks(MAX_BODY - HEAD);
+    let head = PartHead {
+        parts: u16::try_from(parts.len()).unwrap_or(u16::MAX),
+        crc: crc32c::crc32c(bytes),
+    };
+    for (part, bytes) in parts.enumerate() {
+        let place = key.part(part);
+        let mut body = postcard::to_stdvec(&head).map_err(|_| unencodable(Damaged))?;
+        body.extend_from_slice(bytes);
+        let value = frame::encode(Kind::Note, &place, &body).map_err(unencodable)?;
+        writes.insert(place, value);
+    }
+    Ok(())
+}
+
+/// Adds the notes of which these are the parts, in order. Says how many are
+/// damaged.
+fn add(recalled: &mut Recalled, kind: NoteKind, parts: &[(Vec<u8>, Vec<u8>)]) -> u64 {
+    let mut damaged = 0;
+    for note in parts.chunk_by(|(a, _), (b, _)| NoteKey::start_of(a) == NoteKey::start_of(b)) {
+        let added = whole(note).and_then(|bytes| {
+            let id = note.first().map_or(&[][..], |(key, _)| NoteKey::id(key));
+            let read = |_| Damaged;
+            match kind {
+                NoteKind::Pin => {
+                    let pin: PinNote = postcard::from_bytes(&bytes).map_err(read)?;
+                    let key = id.try_into().map_err(|_| Damaged)?;
+                    recalled.pins.push((u128::from_be_bytes(key), pin));
+                }
+                NoteKind::Replica => {
+                    let (_, note): (crate::ids::ReplicaId, ReplicaNote) =
+                        postcard::from_bytes(&bytes).map_err(read)?;
+                    recalled.replicas.push(note);
+                }
+                NoteKind::Condemned => {
+                    let until = postcard::from_bytes(&bytes).map_err(read)?;
+                    let key = id.try_into().map_err(|_| Damaged)?;
+                    recalled.condemned.push((key, until));
+                }
+            }
+            Ok(())
+        });
+        damaged += u64::from(added.is_err());
+    }
+    damaged
+}
+
+fn whole(parts: &[(Vec<u8>, Vec<u8>)]) -> Result<Vec<u8>, Damaged> {
+    let mut bytes = Vec::new();
+    let mut first = None;
+    for (key, value) in parts {
+        let body = frame::decode(Kind::Note, key, value)?;
+        let (head, rest): (PartHead, &[u8]) =
+            postcard::take_from_bytes(body).map_err(|_| Damaged)?;
+        if *first.get_or_insert(head) != head {
+            return Err(Damaged);
+        }
+        bytes.extend_from_slice(rest);
+    }
+    let sound = first.is_some_and(|head| {
+        usize::from(head.parts) == parts.len() && head.crc == crc32c::crc32c(&bytes)
+    });
+    if sound { Ok(bytes) } else { Err(Damaged) }
+}
