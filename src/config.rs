@@ -5,14 +5,17 @@
 
 use std::{
     net::SocketAddr,
+    ops::RangeInclusive,
     path::{Path, PathBuf},
     time::Duration,
 };
 
 use anyhow::{Context, bail};
+use ipnet::IpNet;
 use serde::Deserialize;
 
 use crate::{
+    engine::egress::Egress,
     fleet::{FleetConfig, lease::LeaseConfig},
     routing::RouterConfig,
     stack::StackConfig,
@@ -72,6 +75,16 @@ pub struct Options {
     /// and one beyond it ends an engine. [default: false]
     #[arg(long, env = "BERTH_ALLOW_UNKNOWN_VOCABULARY", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub allow_unknown_vocabulary: Option<bool>,
+
+    /// Networks in which engines may be, as "10.0.0.0/8,fd12::/16". Link-local and metadata
+    /// addresses are never called. [default: any; this machine's loopback only while listen is
+    /// a loopback address]
+    #[arg(long, env = "BERTH_ENGINE_NETWORKS", value_name = "CIDR,...")]
+    pub engine_networks: Option<String>,
+
+    /// Ports on which engines may be, as "8000-8099,30000". [default: 1024-65535]
+    #[arg(long, env = "BERTH_ENGINE_PORTS", value_name = "PORTS")]
+    pub engine_ports: Option<String>,
 
     /// Replicas known at once. [default: 4096]
     #[arg(long, env = "BERTH_MAX_REPLICAS", value_name = "N")]
@@ -150,6 +163,35 @@ pub enum DurabilityChoice {
     Relaxed,
 }
 
+/// Networks in a row; what is none is a fault.
+fn networks(text: &str, faults: &mut Vec<String>) -> Vec<IpNet> {
+    let mut networks = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        match part.parse() {
+            Ok(network) => networks.push(network),
+            Err(_) => faults.push(format!(
+                "engine-networks: {part:?} is no network as \"10.0.0.0/8\""
+            )),
+        }
+    }
+    networks
+}
+
+/// Ports and ranges of ports in a row; what is none is a fault.
+fn ports(text: &str, faults: &mut Vec<String>) -> Vec<RangeInclusive<u16>> {
+    let mut ranges = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        match (first.trim().parse(), last.trim().parse()) {
+            (Ok(first @ 1..), Ok(last)) if first <= last => ranges.push(first..=last),
+            _ => faults.push(format!(
+                "engine-ports: {part:?} is no port or range of ports as \"8000-8099\""
+            )),
+        }
+    }
+    ranges
+}
+
 fn time(text: &str) -> Result<Duration, humantime::DurationError> {
     humantime::parse_duration(text)
 }
@@ -179,6 +221,8 @@ impl Options {
             allow_unknown_vocabulary: self
                 .allow_unknown_vocabulary
                 .or(other.allow_unknown_vocabulary),
+            engine_networks: self.engine_networks.or(other.engine_networks),
+            engine_ports: self.engine_ports.or(other.engine_ports),
             max_replicas: self.max_replicas.or(other.max_replicas),
             load_factor: self.load_factor.or(other.load_factor),
             pin_ttl: self.pin_ttl.or(other.pin_ttl),
@@ -222,6 +266,8 @@ pub struct Config {
     pub fleet: FleetConfig,
     /// Take replicas that do not know their vocabulary size.
     pub allow_unknown_vocabulary: bool,
+    /// Which addresses engines may have. Berth's own are added once they are bound.
+    pub egress: Egress,
     /// Routing.
     pub router: RouterConfig,
     /// The stack.
@@ -247,6 +293,10 @@ impl Default for Config {
             store: SledOptions::default(),
             fleet: FleetConfig::default(),
             allow_unknown_vocabulary: false,
+            egress: Egress {
+                ports: vec![1024..=u16::MAX],
+                ..Egress::default()
+            },
             router: RouterConfig::default(),
             stack: StackConfig::default(),
             max_message_bytes: 16 << 20,
@@ -265,8 +315,20 @@ impl Config {
     /// Every fault, one a line.
     pub fn resolve(options: Options) -> anyhow::Result<Self> {
         let default = Self::default();
+        let mut faults = Vec::new();
+        let listen = options.listen.unwrap_or(default.listen);
+        let egress = Egress {
+            networks: options
+                .engine_networks
+                .map_or_else(Vec::new, |text| networks(&text, &mut faults)),
+            ports: options
+                .engine_ports
+                .map_or(default.egress.ports, |text| ports(&text, &mut faults)),
+            loopback: listen.ip().is_loopback(),
+            own: Vec::new(),
+        };
         let config = Self {
-            listen: options.listen.unwrap_or(default.listen),
+            listen,
             admin_listen: options.admin_listen.unwrap_or(default.admin_listen),
             data_dir: options.data_dir.or(default.data_dir),
             store: SledOptions {
@@ -298,6 +360,7 @@ impl Config {
             allow_unknown_vocabulary: options
                 .allow_unknown_vocabulary
                 .unwrap_or(default.allow_unknown_vocabulary),
+            egress,
             router: RouterConfig {
                 load_factor: options.load_factor.unwrap_or(default.router.load_factor),
                 pin_ttl: options.pin_ttl.unwrap_or(default.router.pin_ttl),
@@ -319,7 +382,7 @@ impl Config {
             log_format: options.log_format.unwrap_or(default.log_format),
             log: options.log.unwrap_or(default.log),
         };
-        let faults = config.faults();
+        faults.extend(config.faults());
         if !faults.is_empty() {
             bail!(
                 "the configuration is not usable:\n  {}",

@@ -25,6 +25,7 @@ use crate::{
     api::{fleet::FleetView, replica::Replicas, sampling::Sampling},
     config::Config,
     engine::{
+        egress::Egress,
         http::{HttpClient, HttpConfig},
         sglang::{SglangClient, SglangConfig},
     },
@@ -69,6 +70,9 @@ impl Server {
         let admin = bind(config.admin_listen, "admin HTTP").await?;
         let (grpc_address, admin_address) = (grpc.local_addr()?, admin.local_addr()?);
 
+        let mut egress = config.egress.clone();
+        egress.own = vec![grpc_address, admin_address];
+        let egress = Arc::new(egress);
         let fleet = Fleet::new(config.fleet, Arc::clone(&store));
         let router = Arc::new(Router::new(config.router));
         let parts = Parts {
@@ -78,7 +82,7 @@ impl Server {
             router,
             engines: Engines {
                 sglang: Arc::new(SglangClient::new(
-                    HttpClient::new(HttpConfig::default()),
+                    HttpClient::within(HttpConfig::default(), Arc::clone(&egress)),
                     SglangConfig::default(),
                 )),
             },
@@ -89,7 +93,14 @@ impl Server {
             closing: CancellationToken::new(),
         };
         let drain = CancellationToken::new();
-        let ended = tokio::spawn(serve(config, parts.clone(), grpc, admin, drain.clone()));
+        let ended = tokio::spawn(serve(
+            config,
+            parts.clone(),
+            egress,
+            grpc,
+            admin,
+            drain.clone(),
+        ));
         info!(grpc = %grpc_address, admin = %admin_address, "listening");
         Ok(Self {
             grpc: grpc_address,
@@ -159,6 +170,7 @@ async fn bind(address: SocketAddr, what: &str) -> anyhow::Result<TcpListener> {
 async fn serve(
     config: Config,
     parts: Parts,
+    egress: Arc<Egress>,
     grpc: TcpListener,
     admin: TcpListener,
     drain: CancellationToken,
@@ -184,6 +196,7 @@ async fn serve(
         .max_encoding_message_size(limit);
     let replicas = ReplicaServiceServer::new(Replicas::new(
         Arc::clone(&parts.fleet),
+        egress,
         config.allow_unknown_vocabulary,
     ))
     .max_decoding_message_size(1 << 20);

@@ -2,14 +2,18 @@
 //! a stranger's word: everything is bounded and checked.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     num::NonZeroU32,
     sync::Arc,
+    time::Duration,
 };
+
+use futures_util::{StreamExt, stream};
 
 use crate::{
     call::LogprobMode,
+    engine::egress::Egress,
     error::{Error, Reason, Violation},
     fleet::facts::{
         Accelerator, AdapterFacts, Capabilities, EngineKind, RankFacts, RankReport, ReplicaFacts,
@@ -178,6 +182,39 @@ pub(super) fn facts(
             labels: message.labels.into_iter().collect(),
         }),
         _ => Err(Error::invalid(Reason::InvalidRequest, faults.0)),
+    }
+}
+
+/// Names are looked up, of one registration so many at once, for so long.
+const LOOKUPS: usize = 16;
+const LOOKUP_LIMIT: Duration = Duration::from_secs(2);
+
+/// Whether Berth may call every address that the replica gives. Nothing is
+/// called.
+///
+/// # Errors
+/// Each that it may not.
+pub(super) async fn reachable(facts: &ReplicaFacts, egress: &Egress) -> Result<(), Error> {
+    let mut urls: BTreeMap<Arc<str>, String> = BTreeMap::new();
+    for (i, rank) in facts.ranks.iter().enumerate().rev() {
+        urls.insert(Arc::clone(&rank.url), format!("ranks[{i}].endpoint"));
+    }
+    urls.insert(Arc::clone(&facts.url), "endpoint".to_owned());
+    let checks = urls.into_iter().map(|(url, field)| async move {
+        let checked = egress.check_url(&url, LOOKUP_LIMIT).await;
+        checked.err().map(|why| (field, why))
+    });
+    let mut faults = Faults::default();
+    let mut refused = stream::iter(checks).buffered(LOOKUPS);
+    while let Some(refusal) = refused.next().await {
+        if let Some((field, why)) = refusal {
+            faults.add(field, format!("may not be called: {why}"));
+        }
+    }
+    if faults.0.is_empty() {
+        Ok(())
+    } else {
+        Err(Error::invalid(Reason::InvalidRequest, faults.0))
     }
 }
 

@@ -6,6 +6,7 @@ use tonic::{Request, Response, Status};
 
 use super::{register, write};
 use crate::{
+    engine::egress::Egress,
     fleet::{Beat, Fleet},
     ids::{Incarnation, ReplicaId},
     listen::Peer,
@@ -15,14 +16,16 @@ use crate::{
 /// The service.
 pub struct Replicas {
     fleet: Arc<Fleet>,
+    egress: Arc<Egress>,
     rules: register::Rules,
 }
 
 impl Replicas {
     /// Over this fleet.
-    pub fn new(fleet: Arc<Fleet>, allow_unknown_vocabulary: bool) -> Self {
+    pub fn new(fleet: Arc<Fleet>, egress: Arc<Egress>, allow_unknown_vocabulary: bool) -> Self {
         Self {
             fleet,
+            egress,
             rules: register::Rules {
                 allow_unknown_vocabulary,
             },
@@ -38,6 +41,7 @@ impl ReplicaService for Replicas {
     ) -> Result<Response<proto::RegisterReplicaResponse>, Status> {
         let caller = request.extensions().get::<Peer>().map(|peer| peer.0);
         let facts = register::facts(request.into_inner(), caller, &self.rules)?;
+        register::reachable(&facts, &self.egress).await?;
         let registered = self.fleet.register(facts).await?;
         Ok(Response::new(proto::RegisterReplicaResponse {
             incarnation: registered.incarnation.0,

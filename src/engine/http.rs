@@ -5,11 +5,14 @@
 //! - an error says whether anything can have been sent
 //!   ([`HttpError::Refused`]) or not ([`HttpError::Lost`]);
 //! - redirects, proxies and environment variables are not looked at: what is
-//!   asked is the address that was given;
+//!   asked is the address that was given, if `egress` allows it;
 //! - heads and bodies of replies are bounded;
 //! - a reply that is dropped half-read closes its connection.
 
-use std::{error::Error as _, fmt, future::Future, io, pin::Pin, time::Duration};
+use std::{
+    error::Error as _, fmt, future::Future, io, net::SocketAddr, pin::Pin, sync::Arc,
+    time::Duration,
+};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt;
@@ -21,6 +24,8 @@ use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
 };
 use tokio::net::TcpStream;
+
+use super::egress::{Egress, Forbidden, Resolver, literal};
 
 /// How the client behaves. The defaults suit engines of one cluster.
 #[derive(Clone, Copy, Debug)]
@@ -164,9 +169,14 @@ impl Default for HttpClient {
 }
 
 impl HttpClient {
-    /// A client with no connections yet.
+    /// A client with no connections yet, which may call whatever it is told to.
     pub fn new(config: HttpConfig) -> Self {
-        let mut tcp = HttpConnector::new();
+        Self::within(config, Arc::default())
+    }
+
+    /// One that calls nothing but what is allowed.
+    pub fn within(config: HttpConfig, egress: Arc<Egress>) -> Self {
+        let mut tcp = HttpConnector::new_with_resolver(Resolver(Arc::clone(&egress)));
         tcp.set_connect_timeout(Some(config.connect_timeout));
         tcp.set_nodelay(true);
         // A peer whose machine is gone is noticed within about half a minute,
@@ -185,6 +195,7 @@ impl HttpClient {
             .retry_canceled_requests(true)
             .build(BoundedConnector {
                 tcp,
+                egress,
                 timeout: config.connect_timeout,
             });
         Self { inner }
@@ -299,11 +310,19 @@ fn innermost(error: &dyn std::error::Error) -> String {
     cause.to_string()
 }
 
+fn check_literal(egress: &Egress, uri: &Uri) -> Result<(), Forbidden> {
+    match uri.host().and_then(literal) {
+        Some(ip) => egress.check(SocketAddr::new(ip, uri.port_u16().unwrap_or(80))),
+        None => Ok(()),
+    }
+}
+
 /// TCP, with a limit over lookup and handshake together: the connector's own
 /// covers only the handshake.
 #[derive(Clone)]
 struct BoundedConnector {
-    tcp: HttpConnector,
+    tcp: HttpConnector<Resolver>,
+    egress: Arc<Egress>,
     timeout: Duration,
 }
 
@@ -320,6 +339,10 @@ impl tower::Service<Uri> for BoundedConnector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
+        // A number is not looked up, so the resolver does not see it.
+        if let Err(why) = check_literal(&self.egress, &uri) {
+            return async move { Err(why.into()) }.boxed();
+        }
         let connecting = self.tcp.call(uri);
         let timeout = self.timeout;
         async move {

@@ -4,6 +4,7 @@
 //! reports a generation as finished unless the engine said so: a stream without
 //! its end mark is [`EngineError::Lost`].
 
+pub mod egress;
 pub mod http;
 pub mod sglang;
 pub mod sim;

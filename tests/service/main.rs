@@ -13,6 +13,7 @@ mod ablation;
 mod bad_requests;
 mod cluster;
 mod duplicates;
+mod endpoints;
 mod engines_that_fail;
 mod fleet;
 mod poison;
