@@ -16,7 +16,7 @@ use serde::Deserialize;
 
 use crate::{
     engine::egress::Egress,
-    fleet::{FleetConfig, lease::LeaseConfig},
+    fleet::{FleetConfig, drain::MAX_GRACE, lease::LeaseConfig},
     routing::RouterConfig,
     stack::StackConfig,
     store::sled::{Durability, SledOptions},
@@ -89,6 +89,12 @@ pub struct Options {
     /// Replicas known at once. [default: 4096]
     #[arg(long, env = "BERTH_MAX_REPLICAS", value_name = "N")]
     pub max_replicas: Option<usize>,
+
+    /// Trajectories may take turns at a replica that drains for so long, where neither the
+    /// operator nor the sidecar says it; then they move at their next turn. [default: 30s]
+    #[arg(long, env = "BERTH_DRAIN_GRACE", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub drain_grace: Option<Duration>,
 
     /// Balance against agreement for new keys, from 1 (least loaded) to inf (plain consistent
     /// hashing). [default: 1]
@@ -224,6 +230,7 @@ impl Options {
             engine_networks: self.engine_networks.or(other.engine_networks),
             engine_ports: self.engine_ports.or(other.engine_ports),
             max_replicas: self.max_replicas.or(other.max_replicas),
+            drain_grace: self.drain_grace.or(other.drain_grace),
             load_factor: self.load_factor.or(other.load_factor),
             pin_ttl: self.pin_ttl.or(other.pin_ttl),
             max_pins: self.max_pins.or(other.max_pins),
@@ -355,6 +362,7 @@ impl Config {
                     ..default.fleet.lease
                 },
                 max_replicas: options.max_replicas.unwrap_or(default.fleet.max_replicas),
+                drain_grace: options.drain_grace.unwrap_or(default.fleet.drain_grace),
                 ..default.fleet
             },
             allow_unknown_vocabulary: options
@@ -439,6 +447,12 @@ impl Config {
         );
         within("retention", self.store.retention, ms(1000), 365 * DAY);
         within("grace", self.stack.grace, Duration::ZERO, DAY);
+        within(
+            "drain-grace",
+            self.fleet.drain_grace,
+            Duration::ZERO,
+            MAX_GRACE,
+        );
         within("drain-timeout", self.drain_timeout, Duration::ZERO, DAY);
         check(
             self.router.load_factor >= 1.0,

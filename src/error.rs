@@ -28,6 +28,7 @@ pub enum Reason {
     NotSupported,
     StaleIncarnation,
     IncarnationDead,
+    LastReplica,
     FleetFull,
     NoReplica,
     ReplicaLost,

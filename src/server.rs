@@ -200,7 +200,7 @@ async fn serve(
         config.allow_unknown_vocabulary,
     ))
     .max_decoding_message_size(1 << 20);
-    let fleet_view = FleetServiceServer::new(FleetView::new(parts.clone()))
+    let fleet_view = FleetServiceServer::new(FleetView::new(parts.clone(), drain.clone()))
         .max_decoding_message_size(1 << 16)
         .max_encoding_message_size(limit);
     let reflection = || {

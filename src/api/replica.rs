@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status};
 
-use super::{register, write};
+use super::{fleet::time, register, write};
 use crate::{
     engine::egress::Egress,
     fleet::{Beat, Fleet},
@@ -61,11 +61,18 @@ impl ReplicaService for Replicas {
             incarnation: Incarnation(message.incarnation),
             sequence: message.sequence,
             state: register::reported_state(message.state()),
+            drain_grace: time("drain_grace", message.drain_grace)?,
             ranks: register::reports(message.ranks)?,
         };
-        self.fleet.beat(beat)?;
+        let heard = self.fleet.beat(beat)?;
+        let directive = if heard.drain {
+            proto::Directive::Drain
+        } else {
+            proto::Directive::Continue
+        };
         Ok(Response::new(proto::HeartbeatResponse {
-            directive: proto::Directive::Continue.into(),
+            directive: directive.into(),
+            in_flight: heard.in_flight,
         }))
     }
 

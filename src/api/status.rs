@@ -26,6 +26,7 @@ impl Reason {
             | Self::NotSupported
             | Self::StaleIncarnation
             | Self::IncarnationDead
+            | Self::LastReplica
             | Self::PromptCondemned => Code::FailedPrecondition,
             Self::NoReplica
             | Self::ReplicaLost
@@ -59,6 +60,7 @@ impl Reason {
             Self::NotSupported => "NOT_SUPPORTED",
             Self::StaleIncarnation => "STALE_INCARNATION",
             Self::IncarnationDead => "INCARNATION_DEAD",
+            Self::LastReplica => "LAST_REPLICA",
             Self::FleetFull => "FLEET_FULL",
             Self::NoReplica => "NO_REPLICA",
             Self::ReplicaLost => "REPLICA_LOST",
@@ -80,7 +82,7 @@ impl Reason {
     }
 
     /// All of them.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 31] = [
         Self::InvalidRequest,
         Self::ModelAmbiguous,
         Self::PromptTooLong,
@@ -94,6 +96,7 @@ impl Reason {
         Self::NotSupported,
         Self::StaleIncarnation,
         Self::IncarnationDead,
+        Self::LastReplica,
         Self::FleetFull,
         Self::NoReplica,
         Self::ReplicaLost,

@@ -35,7 +35,9 @@ pub struct Args {
     /// What the engine and the driver do not tell, or not as wanted.
     #[command(flatten)]
     overrides: Box<Overrides>,
-    /// From SIGTERM to the end at most; what runs may finish within it.
+    /// From SIGTERM to the end at most; what runs may finish within it. For the
+    /// first half of it trajectories that live here may take more turns while the
+    /// engine is busy, then they move, each at its next turn.
     #[arg(long, env = "BERTH_SIDECAR_DRAIN_TIMEOUT", default_value = "30s", value_parser = humantime::parse_duration)]
     drain_timeout: Duration,
     /// A busy rank of which nothing is heard for so long is taken for dead. An

@@ -9,7 +9,8 @@ use std::{
 use tokio::time::Instant;
 
 use super::{
-    RankLoad, RankSlot, RankState, RankView, ReplicaView, Slot,
+    Heard, RankLoad, RankSlot, RankState, RankView, ReplicaView, Slot,
+    drain::{DrainStatus, Drains, Stage},
     facts::{RankFacts, RankReport, ReplicaFacts, ReportedState},
     lease::{Lease, LeaseConfig, Liveness},
 };
@@ -30,6 +31,10 @@ pub(super) struct Entry {
     registered_at: SystemTime,
     pub(super) died_at: Option<Instant>,
     death: Option<&'static str>,
+    pub(super) drains: Drains,
+    /// It took its leave after a drain: keys that lived there have moved, not
+    /// lost their home.
+    pub(super) departed: bool,
     /// Its port is being asked.
     pub(super) probing: bool,
 }
@@ -51,6 +56,8 @@ pub struct ReplicaStatus {
     pub heartbeat_age: Duration,
     /// In the order of the facts.
     pub ranks: Vec<RankStatus>,
+    /// The drain that is on.
+    pub drain: Option<DrainStatus>,
 }
 
 /// A rank as the control plane sees it, for people.
@@ -92,6 +99,7 @@ impl Entry {
         facts: ReplicaFacts,
         incarnation: Incarnation,
         slots: Vec<Slot>,
+        drains: Drains,
         now: Instant,
     ) -> Self {
         let weights = facts
@@ -111,6 +119,8 @@ impl Entry {
             registered_at: SystemTime::now(),
             died_at: None,
             death: None,
+            drains,
+            departed: false,
             probing: false,
         }
     }
@@ -187,19 +197,37 @@ impl Entry {
         self.died_at = Some(now);
     }
 
+    /// What a beat is answered.
+    pub(super) fn heard(&self) -> Heard {
+        Heard {
+            drain: self.drains.ordered(),
+            in_flight: self.slots.iter().map(|(_, load)| load.in_flight()).sum(),
+        }
+    }
+
+    /// The ranks that left after a drain.
+    pub(super) fn departed(&self) -> impl Iterator<Item = RankSlot> {
+        let slots = self.slots.iter().filter(|_| self.departed);
+        slots.map(|(slot, _)| *slot)
+    }
+
     fn rank_state(&self, rank: u32) -> RankState {
+        // Keys leave, however it is.
+        if self.drains.stage() == Stage::Over {
+            return RankState::Drained;
+        }
         if self.lease.liveness() != Liveness::Alive {
             return RankState::Closed("heartbeats are missing");
         }
-        match self.reported {
-            ReportedState::Unhealthy => return RankState::Closed("the engine does not answer"),
-            ReportedState::Draining => return RankState::PinnedOnly,
-            ReportedState::Ready => {}
+        if self.reported == ReportedState::Unhealthy {
+            return RankState::Closed("the engine does not answer");
         }
-        match self.reports.get(&rank) {
-            Some(report) if !report.healthy => RankState::Closed("the rank makes no progress"),
-            Some(report) if report.paused => RankState::Closed("generation is paused"),
-            _ => RankState::Open,
+        match (self.reports.get(&rank), self.drains.stage()) {
+            (Some(report), _) if !report.healthy => RankState::Closed("the rank makes no progress"),
+            (Some(report), Stage::None) if report.paused => RankState::Paused,
+            (Some(report), _) if report.paused => RankState::Closed("generation is paused"),
+            (_, Stage::None) => RankState::Open,
+            (_, _) => RankState::PinnedOnly,
         }
     }
 
@@ -239,6 +267,9 @@ impl Entry {
 
     pub(super) fn status(&self, now: Instant, config: &LeaseConfig) -> ReplicaStatus {
         let age = now.saturating_duration_since(self.lease.last_beat());
+        // A dead one has nothing to drain, unless the drain is for the next start.
+        let alive = self.lease.liveness() != Liveness::Dead;
+        let drain = self.drains.status(now).filter(|d| alive || d.hold);
         let (health, reason) = match (self.lease.liveness(), self.reported) {
             (Liveness::Dead, _) => (
                 Health::Dead,
@@ -263,13 +294,10 @@ impl Entry {
                 Health::Unhealthy,
                 "its sidecar says that the engine does not answer".to_owned(),
             ),
-            (Liveness::Alive, ReportedState::Draining) => (
-                Health::Draining,
-                "its sidecar says that it drains".to_owned(),
-            ),
-            (Liveness::Alive, ReportedState::Ready) => {
-                (Health::Healthy, "heartbeats arrive".to_owned())
-            }
+            (Liveness::Alive, ReportedState::Draining | ReportedState::Ready) => match &drain {
+                Some(drain) => (Health::Draining, drain.sentence()),
+                None => (Health::Healthy, "heartbeats arrive".to_owned()),
+            },
         };
         let ranks = self
             .facts()
@@ -294,6 +322,7 @@ impl Entry {
             registered_at: self.registered_at,
             heartbeat_age: age,
             ranks,
+            drain,
         }
     }
 }

@@ -6,6 +6,7 @@
 //! store is asked before, ports are probed outside. Incarnations come from the
 //! store and only grow, so a late word of an older start changes nothing.
 
+pub mod drain;
 mod entry;
 pub mod facts;
 pub mod lease;
@@ -23,6 +24,7 @@ use tokio::{sync::watch, time::Instant};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use drain::{Drains, Stage};
 use entry::Entry;
 pub use entry::{Health, RankStatus, ReplicaStatus};
 use facts::{RankReport, ReplicaFacts, ReportedState};
@@ -44,6 +46,9 @@ pub struct FleetConfig {
     pub forget_after: Duration,
     /// Replicas known at once, dead ones included; more are refused.
     pub max_replicas: usize,
+    /// So long pinned keys may stay at a replica that drains, where neither the
+    /// operator nor the sidecar says it. At most [`drain::MAX_GRACE`].
+    pub drain_grace: Duration,
 }
 
 impl Default for FleetConfig {
@@ -52,6 +57,7 @@ impl Default for FleetConfig {
             lease: LeaseConfig::default(),
             forget_after: Duration::from_secs(600),
             max_replicas: 4096,
+            drain_grace: Duration::from_secs(30),
         }
     }
 }
@@ -80,8 +86,19 @@ pub struct Beat {
     pub sequence: u64,
     /// The sidecar's view.
     pub state: ReportedState,
+    /// Where it drains: so long pinned keys may still stay, from now on.
+    pub drain_grace: Option<Duration>,
     /// Of each rank.
     pub ranks: Vec<RankReport>,
+}
+
+/// What a heartbeat is answered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Heard {
+    /// An operator drains the replica.
+    pub drain: bool,
+    /// Samples sent there, or about to be, and not yet answered.
+    pub in_flight: u64,
 }
 
 /// The fleet.
@@ -184,9 +201,13 @@ impl Fleet {
         );
         let slots = vec![None; facts.ranks.len()];
         let slots = fill_slots(&mut state.next_slot, slots);
+        let drains = state
+            .replicas
+            .get(&facts.id)
+            .map_or_else(Drains::default, |before| before.drains.of_next_start(now));
         state.replicas.insert(
             facts.id.clone(),
-            Entry::new(facts, grant.incarnation, slots, now),
+            Entry::new(facts, grant.incarnation, slots, drains, now),
         );
         self.publish(&mut state);
         Ok(self.registered(grant.incarnation))
@@ -206,7 +227,7 @@ impl Fleet {
     /// # Errors
     /// REREGISTER for an unknown replica, STALE_INCARNATION for an older start,
     /// INCARNATION_DEAD for one that was declared dead.
-    pub fn beat(&self, beat: Beat) -> Result<(), Error> {
+    pub fn beat(&self, beat: Beat) -> Result<Heard, Error> {
         let now = Instant::now();
         let mut state = self.lock();
         let Some(entry) = state.replicas.get_mut(&beat.replica) else {
@@ -236,23 +257,32 @@ impl Fleet {
             return Err(dead(&beat.replica, beat.incarnation));
         }
         if beat.sequence <= entry.sequence {
-            return Ok(());
+            return Ok(entry.heard());
         }
         entry.sequence = beat.sequence;
         let returned = entry.lease.beat(now, &self.config.lease);
         if returned && entry.lease.liveness() == Liveness::Alive {
             info!(replica = %beat.replica, incarnation = %beat.incarnation, "replica is back");
         }
+        let grace = self.config.drain_grace;
+        let drains = &mut entry.drains;
+        let moved = drains.reported(beat.state, beat.drain_grace, grace, now);
+        if moved {
+            info!(replica = %beat.replica, incarnation = %beat.incarnation, stage = ?drains.stage(), "drain");
+        }
         let changed = entry.take_reports(beat.state, beat.ranks);
-        if returned || changed {
+        if returned || changed || moved {
             self.publish(&mut state);
         }
-        Ok(())
+        // Read after the new state is seen by all: what it counts later was chosen
+        // before.
+        let heard = state.replicas.get(&beat.replica).map(Entry::heard);
+        Ok(heard.unwrap_or_default())
     }
 
     /// A replica leaves. Unknown and older ones are left as they are.
     pub fn deregister(&self, replica: &ReplicaId, incarnation: Incarnation) {
-        self.end(replica, incarnation, "it deregistered");
+        self.end(replica, incarnation, DEREGISTERED);
     }
 
     /// The data path got an answer from this rank, by weights of this version.
@@ -305,6 +335,7 @@ impl Fleet {
             && entry.incarnation == incarnation
             && entry.lease.liveness() != Liveness::Dead
         {
+            entry.departed = reason == DEREGISTERED && entry.drains.stage() != Stage::None;
             entry.die(reason, Instant::now());
             info!(%replica, %incarnation, reason, "replica is dead");
             self.publish(&mut state);
@@ -318,6 +349,10 @@ impl Fleet {
         let mut changed = false;
         for (replica, entry) in &mut state.replicas {
             entry.lease.extend(stall);
+            if entry.drains.pass(now) && entry.lease.liveness() != Liveness::Dead {
+                info!(%replica, incarnation = %entry.incarnation, "the drain's grace is over");
+                changed = true;
+            }
             if entry.lease.tick(now, &self.config.lease) {
                 changed = true;
                 match entry.lease.liveness() {
@@ -336,7 +371,8 @@ impl Fleet {
         let forget_after = self.config.forget_after;
         state
             .replicas
-            .retain(|_, e| e.died_at.is_none_or(|at| now - at < forget_after));
+            // A hold is for the start that comes, however late.
+            .retain(|_, e| e.drains.holds() || e.died_at.is_none_or(|at| now - at < forget_after));
         if changed || state.replicas.len() != before {
             self.publish(&mut state);
         }
@@ -402,8 +438,9 @@ impl Fleet {
             .filter(|e| e.lease.liveness() == Liveness::Dead)
             .map(|e| Arc::clone(&e.facts().model))
             .collect();
-        self.snapshot
-            .store(Arc::new(Snapshot::build(ranks, lost, &previous)));
+        let mut snapshot = Snapshot::build(ranks, lost, &previous);
+        snapshot.departed = state.replicas.values().flat_map(Entry::departed).collect();
+        self.snapshot.store(Arc::new(snapshot));
         self.changed.send_modify(|version| *version += 1);
     }
 
@@ -420,6 +457,9 @@ impl State {
             .filter(|e| e.incarnation == target.incarnation)
     }
 }
+
+/// Why an entry is dead that took its leave.
+const DEREGISTERED: &str = "it deregistered";
 
 type Slot = (RankSlot, Arc<RankLoad>);
 

@@ -30,6 +30,9 @@ pub enum RankState {
     PinnedOnly,
     /// None for now; keys that live here keep their pins.
     Closed(&'static str),
+    /// None for now, and soon all again: generation is paused, as for a weight
+    /// sync. Keys that live here keep their pins.
+    Paused,
     /// None, and its keys move: the drain's grace is over.
     Drained,
 }
@@ -184,6 +187,9 @@ pub struct Snapshot {
     /// Models of dead replicas that are still remembered: nobody serves them now,
     /// and somebody may again.
     pub lost_models: HashSet<Arc<str>>,
+    /// Ranks that took their leave after a drain, while they are remembered: a key
+    /// pinned to one has lost nothing but its cache.
+    pub departed: HashSet<RankSlot>,
     by_slot: HashMap<RankSlot, usize>,
 }
 
@@ -231,6 +237,7 @@ impl Snapshot {
             ranks,
             models,
             lost_models,
+            departed: HashSet::new(),
             by_slot,
         }
     }

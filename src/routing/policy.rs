@@ -88,6 +88,10 @@ pub enum NoRoute {
     Lacking(Vec<Lack>),
     /// Some could, but none takes requests now.
     NoneOpen,
+    /// Some could and are paused: they will take requests again soon.
+    Paused,
+    /// All that could are draining.
+    Draining,
 }
 
 /// The router: the table of pins and the rules.
@@ -202,11 +206,15 @@ impl Router {
             return AtHome::Gone(RouteReason::ReplicaLost);
         }
         let Some(rank) = fleet.rank(pin.slot) else {
-            return AtHome::Gone(RouteReason::ReplicaLost);
+            return AtHome::Gone(if fleet.departed.contains(&pin.slot) {
+                RouteReason::Draining
+            } else {
+                RouteReason::ReplicaLost
+            });
         };
         match rank.state {
             RankState::Drained => AtHome::Gone(RouteReason::Draining),
-            RankState::Closed(_) => AtHome::Away(RouteReason::Detour),
+            RankState::Closed(_) | RankState::Paused => AtHome::Away(RouteReason::Detour),
             RankState::Open | RankState::PinnedOnly => match request.needs.lack(rank) {
                 None => AtHome::Yes(rank),
                 Some(Lack::Weights { .. }) => AtHome::Away(RouteReason::Weights),
@@ -336,6 +344,18 @@ impl Router {
 
     fn why_none(fleet: &Snapshot, model: &ModelView, request: &RouteRequest<'_>) -> NoRoute {
         let ranks = || model.ranks.iter().map(|&i| &fleet.ranks[i]);
+        let able = || {
+            let left = ranks().filter(|rank| !request.avoid.contains(&rank.slot));
+            left.filter(|rank| request.needs.lack(rank).is_none())
+        };
+        if able().any(|rank| rank.state == RankState::Paused) {
+            return NoRoute::Paused;
+        }
+        let drains =
+            |rank: &RankView| matches!(rank.state, RankState::PinnedOnly | RankState::Drained);
+        if able().next().is_some() && able().all(drains) {
+            return NoRoute::Draining;
+        }
         if ranks().any(|rank| request.needs.lack(rank).is_none()) {
             return NoRoute::NoneOpen;
         }

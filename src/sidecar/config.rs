@@ -27,7 +27,8 @@ pub struct SidecarConfig {
     /// Replaces what the engine tells of repeatable sampling.
     pub seed: Option<bool>,
     /// From the shutdown to the end at most: what runs may finish, then the
-    /// replica is deregistered.
+    /// replica is deregistered. For the first half of it, trajectories may take
+    /// more turns there while it is busy.
     pub drain_timeout: Duration,
     /// How long things take.
     pub timing: Timing,

@@ -71,6 +71,15 @@ pub struct Grant {
     pub interval: Duration,
 }
 
+/// What a heartbeat is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heard {
+    /// What to do.
+    pub directive: Directive,
+    /// Samples that the control plane has sent to this engine, or is about to.
+    pub in_flight: u64,
+}
+
 /// Beats are at least this far apart, whatever is asked for.
 const MIN_INTERVAL: Duration = Duration::from_millis(10);
 /// And at most this far.
@@ -131,10 +140,13 @@ impl Control {
     pub(super) async fn heartbeat(
         &mut self,
         request: HeartbeatRequest,
-    ) -> Result<Directive, CallError> {
+    ) -> Result<Heard, CallError> {
         let limit = self.limit;
         let answer = within(limit, self.client.heartbeat(request)).await?;
-        Ok(answer.directive())
+        Ok(Heard {
+            directive: answer.directive(),
+            in_flight: answer.in_flight,
+        })
     }
 
     pub(super) async fn deregister(

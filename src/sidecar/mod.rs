@@ -22,7 +22,10 @@ mod register;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tokio::{sync::watch, time::MissedTickBehavior};
+use tokio::{
+    sync::watch,
+    time::{Instant, MissedTickBehavior},
+};
 use tokio_util::sync::CancellationToken;
 
 pub use self::config::{AcceleratorConfig, SidecarConfig, Timing};
@@ -72,6 +75,12 @@ const SILENT_LOOKS: u32 = 2;
 /// Engines close a connection that is idle for 5 s: with beats further apart a
 /// loss says nothing.
 const KEEPALIVE: Duration = Duration::from_secs(4);
+/// Beats that the control plane takes, with the grace over, until nothing can be
+/// on its way any more: what was chosen a moment before the first is counted in
+/// the answer to the second.
+const CONFIRMED: u32 = 2;
+/// Between them.
+const CONFIRM_EVERY: Duration = Duration::from_millis(100);
 
 /// One sidecar.
 #[derive(Debug)]
@@ -364,10 +373,10 @@ impl Sidecar {
             };
             let beat = self.heartbeat(grant.incarnation, state);
             match self.control.heartbeat(beat).await {
-                Ok(directive) => {
+                Ok(heard) => {
                     self.failures = 0;
-                    self.drain = directive == Directive::Drain;
-                    if directive == Directive::Reregister {
+                    self.follow(heard.directive);
+                    if heard.directive == Directive::Reregister {
                         return self.again(Event::ReregisterAsked, &grant, shutdown).await;
                     }
                 }
@@ -392,6 +401,16 @@ impl Sidecar {
                 }
             }
         }
+    }
+
+    /// An operator's drain is repeated in the beats and followed by nothing else:
+    /// it may be resumed.
+    fn follow(&mut self, directive: Directive) {
+        let drain = directive == Directive::Drain;
+        if drain != self.drain {
+            tracing::info!(replica = %self.config.replica_id, drain, "an operator's drain");
+        }
+        self.drain = drain;
     }
 
     /// Registers again under the same boot id, not at the same moment as
@@ -459,6 +478,8 @@ impl Sidecar {
 
     fn heartbeat(&mut self, incarnation: u64, state: WireState) -> HeartbeatRequest {
         self.sequence += 1;
+        let standing = self.last.as_ref().map(|seen| seen.standing);
+        let ending = standing == Some(Standing::Draining);
         let ranks = match (&self.last, &self.known) {
             (Some(seen), _) => seen
                 .ranks
@@ -493,6 +514,11 @@ impl Sidecar {
             sequence: self.sequence,
             state: state.into(),
             ranks,
+            // An engine that was told to end takes what it is sent and may be gone
+            // before it is done: nothing more goes there. An operator's drain is
+            // only repeated.
+            drain_grace: (state == WireState::Draining && ending)
+                .then(prost_types::Duration::default),
         }
     }
 
@@ -504,7 +530,7 @@ impl Sidecar {
         };
         let limit = self.config.drain_timeout;
         let last_call = (limit / 2).min(Duration::from_secs(2));
-        let registered = tokio::time::timeout(limit - last_call, self.drain(grant))
+        let registered = tokio::time::timeout(limit - last_call, self.drain(grant, limit / 2))
             .await
             // Out of time, with work left.
             .unwrap_or(true);
@@ -520,23 +546,37 @@ impl Sidecar {
         Event::Left
     }
 
-    /// Until the engine has nothing to do. False: the control plane has
-    /// forgotten this replica already.
-    async fn drain(&mut self, grant: Grant) -> bool {
-        let mut ticks = tokio::time::interval(grant.interval.min(Duration::from_millis(500)));
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
+    /// Until nothing runs at the engine and nothing is on its way there. While
+    /// turns are in flight, and for `grace` at most, the trajectories that live
+    /// there may take more; then none may, and what is in flight finishes. False:
+    /// the control plane has forgotten this replica already.
+    async fn drain(&mut self, grant: Grant, grace: Duration) -> bool {
+        let begun = Instant::now();
+        let pace = grant.interval.min(Duration::from_millis(500));
+        // No turn is to come any more.
+        let mut closed = false;
+        // Beats since that were taken.
+        let mut confirmed = 0;
         let mut unheard = 0;
         loop {
-            ticks.tick().await;
-            let beat = self.heartbeat(grant.incarnation, WireState::Draining);
-            let told = match self.control.heartbeat(beat).await {
-                Ok(_) => true,
+            let left = grace.saturating_sub(begun.elapsed());
+            closed |= left.is_zero();
+            let mut beat = self.heartbeat(grant.incarnation, WireState::Draining);
+            let left = if closed { Duration::ZERO } else { left };
+            beat.drain_grace = left.try_into().ok();
+            let in_flight = match self.control.heartbeat(beat).await {
+                Ok(heard) => {
+                    confirmed += u32::from(closed);
+                    heard.in_flight
+                }
                 Err(CallError::Unknown(_) | CallError::Stale(_) | CallError::Dead(_)) => {
                     return false;
                 }
                 Err(_) => {
                     unheard += 1;
-                    unheard >= 3
+                    // Nobody is there who could send anything.
+                    confirmed += u32::from(unheard >= 3) * CONFIRMED;
+                    0
                 }
             };
             let Some(known) = &self.known else {
@@ -554,9 +594,12 @@ impl Sidecar {
                 }
                 Err(trouble) => trouble.is_gone(),
             };
-            if told && idle {
+            let idle = idle && in_flight == 0;
+            if idle && confirmed >= CONFIRMED {
                 return true;
             }
+            closed |= idle;
+            tokio::time::sleep(if idle { pace.min(CONFIRM_EVERY) } else { pace }).await;
         }
     }
 

@@ -171,7 +171,7 @@ where
             self.poison.admit(&prompt)?;
             // One choice for all samples of the request, each counted as load.
             let count = u32::try_from(missing.len()).unwrap_or(u32::MAX);
-            let mut all = self.choose(&resolved, count, &[])?;
+            let mut all = self.choose(&resolved, count, &[&[]], None).await?;
             let runs = missing.iter().map(|&index| {
                 let first = Chosen {
                     rank: all.rank.clone(),
@@ -202,12 +202,57 @@ where
         })
     }
 
-    pub(super) fn choose(
+    /// Chooses a rank that is not in the first of the sets `avoid`, or where there
+    /// is none in the next. Where all that could serve are paused, as for a weight
+    /// sync, it waits for one that resumes, as long as anybody waits for the
+    /// generation: a pinned key stays where it is.
+    ///
+    /// # Errors
+    /// `otherwise`, or why there is no rank; and why the generation stops.
+    pub(super) async fn choose(
+        &self,
+        resolved: &ResolvedWork,
+        samples: u32,
+        avoid: &[&[RankSlot]],
+        otherwise: Option<Error>,
+    ) -> Result<Chosen, Error> {
+        let generation = &resolved.work.generation;
+        let mut changes = self.fleet.changes();
+        let mut waits = false;
+        loop {
+            // Before the look: what changes after it ends the wait.
+            changes.borrow_and_update();
+            let mut why = NoRoute::NoneOpen;
+            let mut paused = false;
+            for avoid in avoid {
+                match self.choose_now(resolved, samples, avoid) {
+                    Ok(chosen) => return Ok(chosen),
+                    Err(none) => why = none,
+                }
+                paused |= why == NoRoute::Paused;
+            }
+            if !paused {
+                return Err(otherwise.unwrap_or_else(|| no_route(why)));
+            }
+            if !std::mem::replace(&mut waits, true) {
+                self.counters.waits_for_pause.one();
+            }
+            tokio::select! {
+                biased;
+                () = generation.stop_token().cancelled() => return Err(generation.stop_reason()),
+                changed = changes.changed() => if changed.is_err() {
+                    return Err(no_route(why));
+                },
+            }
+        }
+    }
+
+    fn choose_now(
         &self,
         resolved: &ResolvedWork,
         samples: u32,
         avoid: &[RankSlot],
-    ) -> Result<Chosen, Error> {
+    ) -> Result<Chosen, NoRoute> {
         let call = resolved.work.call.call();
         let snapshot = self.fleet.snapshot();
         let request = RouteRequest {
@@ -219,13 +264,14 @@ where
             policy: call.routing_policy.unwrap_or_default(),
             avoid,
         };
-        let decision = self
-            .router
-            .route(&snapshot, &request, Instant::now())
-            .map_err(no_route)?;
-        let view = snapshot
-            .rank(decision.slot)
-            .ok_or_else(|| no_route(NoRoute::NoneOpen))?;
+        let decision = self.router.route(&snapshot, &request, Instant::now())?;
+        let view = snapshot.rank(decision.slot).ok_or(NoRoute::NoneOpen)?;
+        match decision.reason {
+            RouteReason::Draining => self.counters.keys_moved_draining.one(),
+            RouteReason::ReplicaLost => self.counters.keys_moved_lost.one(),
+            RouteReason::Detour => self.counters.detours.one(),
+            _ => {}
+        }
         Ok(Chosen {
             rank: RoutedRank::of(view),
             reason: decision.reason,
@@ -265,7 +311,12 @@ fn no_route(why: NoRoute) -> Error {
                 "no rank serves the weights asked for any more",
             )
         }
-        NoRoute::Lacking(_) | NoRoute::NoModel | NoRoute::NoneOpen => Error::new(
+        NoRoute::Draining => Error::new(
+            Reason::NoReplica,
+            "every rank that can serve this drains and takes no new trajectories: resume one \
+             (ResumeReplica) or add a replica",
+        ),
+        NoRoute::Lacking(_) | NoRoute::NoModel | NoRoute::NoneOpen | NoRoute::Paused => Error::new(
             Reason::NoReplica,
             "no rank that can serve this takes requests now; ListReplicas says why",
         ),

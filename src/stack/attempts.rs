@@ -221,7 +221,7 @@ where
                     drop(suspect);
                     self.layer.poison.admit(&self.prompt)?;
                     self.wait(pause).await?;
-                    chosen = self.again(reason, slot)?;
+                    chosen = self.again(reason, slot).await?;
                 }
             }
         }
@@ -289,14 +289,14 @@ where
     }
 
     /// Chooses a rank for another attempt.
-    fn again(&self, before: RouteReason, slot: RankSlot) -> Result<Chosen, Error> {
+    async fn again(&self, before: RouteReason, slot: RankSlot) -> Result<Chosen, Error> {
+        // Where nobody is left who has not failed, one that is there and broke off
+        // once is better than none.
+        let avoid = [self.avoid.as_slice(), self.refused.as_slice()];
         let mut chosen = self
             .layer
-            .choose(self.resolved, 1, &self.avoid)
-            // Nobody is left who has not failed: one that is there and broke off
-            // once is better than none.
-            .or_else(|_| self.layer.choose(self.resolved, 1, &self.refused))
-            .map_err(|none| self.last.clone().unwrap_or(none))?;
+            .choose(self.resolved, 1, &avoid, self.last.clone())
+            .await?;
         if chosen.rank.slot == slot {
             // The same rank again: the reason is still the first one.
             chosen.reason = before;

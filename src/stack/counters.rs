@@ -48,6 +48,14 @@ counters! {
     attempts_aborted,
     /// Attempts left by an earlier run of the control plane and fenced.
     orphans_fenced,
+    /// Keys that moved because their rank drained, or left after a drain.
+    keys_moved_draining,
+    /// Keys that moved because their rank was lost, or refused them.
+    keys_moved_lost,
+    /// Choices of another rank than the pinned one that left the pin where it is.
+    detours,
+    /// Choices that waited because all that could serve were paused.
+    waits_for_pause,
     /// Samples finished.
     samples,
     /// Samples that an engine served on another rank than it was told.

@@ -222,6 +222,7 @@ impl ReplicaService for FakeControl {
         self.note(Said::Beat(request));
         Ok(Response::new(HeartbeatResponse {
             directive: answer?.into(),
+            in_flight: 0,
         }))
     }
 

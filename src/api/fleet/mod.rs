@@ -1,0 +1,186 @@
+//! `FleetService`.
+
+mod message;
+mod watch;
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use self::{
+    message::replica,
+    watch::{WatchStream, Watchers},
+};
+use super::{sampling::trajectory, write};
+use crate::{
+    error::{Error, Reason, Violation},
+    fleet::drain::{DrainOrder, MAX_GRACE, not_found},
+    ids::{ReplicaId, Tenant},
+    proto::{self, fleet_service_server::FleetService},
+    stack::Parts,
+};
+
+/// The service.
+pub struct FleetView {
+    parts: Parts,
+    started: Instant,
+    watchers: Arc<Watchers>,
+    /// Cancelled when the server drains: watchers would hold it up.
+    drain: CancellationToken,
+}
+
+impl FleetView {
+    /// Over these parts, until `drain` is cancelled.
+    pub fn new(parts: Parts, drain: CancellationToken) -> Self {
+        Self {
+            parts,
+            started: Instant::now(),
+            watchers: Arc::default(),
+            drain,
+        }
+    }
+}
+
+/// A length of time from a message.
+///
+/// # Errors
+/// INVALID_REQUEST when it is negative, malformed or beyond 24 h.
+pub(super) fn time(
+    field: &'static str,
+    told: Option<prost_types::Duration>,
+) -> Result<Option<Duration>, Error> {
+    told.map(|told| {
+        Duration::try_from(told)
+            .ok()
+            .filter(|time| *time <= MAX_GRACE)
+            .ok_or_else(|| {
+                Error::invalid(
+                    Reason::InvalidRequest,
+                    vec![Violation::new(field, "must be from 0 s to 24 h")],
+                )
+            })
+    })
+    .transpose()
+}
+
+#[tonic::async_trait]
+impl FleetService for FleetView {
+    async fn list_replicas(
+        &self,
+        request: Request<proto::ListReplicasRequest>,
+    ) -> Result<Response<proto::ListReplicasResponse>, Status> {
+        let model = request.into_inner().model;
+        let replicas = self
+            .parts
+            .fleet
+            .list()
+            .into_iter()
+            .filter(|r| model.as_deref().is_none_or(|m| *r.facts.model == *m))
+            .map(replica)
+            .collect();
+        Ok(Response::new(proto::ListReplicasResponse { replicas }))
+    }
+
+    async fn get_replica(
+        &self,
+        request: Request<proto::GetReplicaRequest>,
+    ) -> Result<Response<proto::GetReplicaResponse>, Status> {
+        let id = ReplicaId::new(request.into_inner().replica_id);
+        let status = self.parts.fleet.get(&id).ok_or_else(not_found)?;
+        Ok(Response::new(proto::GetReplicaResponse {
+            replica: Some(replica(status)),
+        }))
+    }
+
+    async fn drain_replica(
+        &self,
+        request: Request<proto::DrainReplicaRequest>,
+    ) -> Result<Response<proto::DrainReplicaResponse>, Status> {
+        let message = request.into_inner();
+        let order = DrainOrder {
+            grace: time("grace", message.grace)?,
+            hold: message.hold,
+            allow_last: message.allow_last,
+        };
+        let id = ReplicaId::new(message.replica_id);
+        let status = self.parts.fleet.drain(&id, order)?;
+        Ok(Response::new(proto::DrainReplicaResponse {
+            replica: Some(replica(status)),
+        }))
+    }
+
+    async fn resume_replica(
+        &self,
+        request: Request<proto::ResumeReplicaRequest>,
+    ) -> Result<Response<proto::ResumeReplicaResponse>, Status> {
+        let id = ReplicaId::new(request.into_inner().replica_id);
+        let status = self.parts.fleet.resume(&id)?;
+        Ok(Response::new(proto::ResumeReplicaResponse {
+            replica: Some(replica(status)),
+        }))
+    }
+
+    type WatchFleetStream = WatchStream;
+
+    async fn watch_fleet(
+        &self,
+        request: Request<proto::WatchFleetRequest>,
+    ) -> Result<Response<WatchStream>, Status> {
+        let load = time("load_interval", request.into_inner().load_interval)?;
+        let place = self.watchers.admit()?;
+        let fleet = Arc::clone(&self.parts.fleet);
+        let stream = watch::stream(fleet, load, place, self.drain.clone());
+        Ok(Response::new(stream))
+    }
+
+    async fn get_pin(
+        &self,
+        request: Request<proto::GetPinRequest>,
+    ) -> Result<Response<proto::GetPinResponse>, Status> {
+        let tenant = Tenant::default();
+        let message = request.into_inner();
+        let key = trajectory(
+            &self.parts,
+            &tenant,
+            message.model.as_deref(),
+            message.adapter.as_deref(),
+            &message.cache_affinity_key,
+        )?;
+        let snapshot = self.parts.fleet.snapshot();
+        let view = self.parts.router.pin(key, Instant::now());
+        // A pin whose rank is gone is as good as none: its next turn is placed anew.
+        let pin = view.and_then(|view| {
+            let rank = snapshot.rank(view.slot)?;
+            Some(proto::Pin {
+                replica_id: rank.target.replica.as_str().to_owned(),
+                incarnation: rank.target.incarnation.0,
+                rank: rank.target.rank,
+                tokens: view.tokens.into(),
+                idle: write::duration(view.idle),
+                live: view.live,
+            })
+        });
+        Ok(Response::new(proto::GetPinResponse { pin }))
+    }
+
+    async fn get_stats(
+        &self,
+        _request: Request<proto::GetStatsRequest>,
+    ) -> Result<Response<proto::GetStatsResponse>, Status> {
+        let all = self.parts.counters.all();
+        let snapshot = self.parts.fleet.snapshot();
+        Ok(Response::new(proto::GetStatsResponse {
+            counters: all.into_iter().map(|(n, c)| (n.to_owned(), c)).collect(),
+            pins: self.parts.router.pins() as u64,
+            uptime: write::duration(self.started.elapsed()),
+            in_flight: snapshot.ranks.iter().map(|r| r.load.in_flight()).sum(),
+            watchers: self.watchers.count.load(Ordering::Relaxed),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        }))
+    }
+}
