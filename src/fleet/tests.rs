@@ -268,3 +268,5 @@ async fn incarnations_do_not_run_backwards_over_a_restart() {
     );
     assert!(after.register(facts("a", "boot2")).await.is_ok());
 }
+
+mod drain;

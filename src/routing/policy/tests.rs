@@ -574,3 +574,117 @@ async fn who_cannot_serve_is_told_apart_from_who_does_not_now() {
     needs.model = "other".into();
     assert_eq!(route(&fleet, &needs), NoRoute::NoModel);
 }
+
+#[tokio::test(start_paused = true)]
+async fn when_the_grace_is_over_each_key_moves_once_and_stays_there_after_a_resumption() {
+    let (mut fleet, router, needs) = (Fleet::new(4, 1), router(), needs());
+    let now = Instant::now();
+    let home = |fleet: &Fleet, key| {
+        router
+            .route(&fleet.snapshot, &request(&needs, Some(key)), now)
+            .map(|d| (d.slot, d.reason))
+            .unwrap()
+    };
+    let before: Vec<_> = (0..40).map(|k| home(&fleet, k).0).collect();
+    fleet.set(2, |r| r.state = RankState::PinnedOnly);
+    for (key, was) in (0..40).zip(&before) {
+        assert_eq!(home(&fleet, key), (*was, RouteReason::Pinned));
+    }
+    fleet.set(2, |r| r.state = RankState::Drained);
+    let after: Vec<_> = (0..40).map(|k| home(&fleet, k)).collect();
+    for (was, (is, reason)) in before.iter().zip(&after) {
+        if *was == RankSlot(2) {
+            assert_ne!(*is, RankSlot(2));
+            assert_eq!(*reason, RouteReason::Draining);
+        } else {
+            assert_eq!((was, *reason), (is, RouteReason::Pinned));
+        }
+    }
+    assert_eq!(fleet.live_pins()[2], 0);
+    assert_eq!(fleet.live_pins().iter().sum::<u64>(), 40);
+    fleet.set(2, |r| r.state = RankState::Open);
+    for (key, (is, _)) in (0..40).zip(&after) {
+        assert_eq!(home(&fleet, key), (*is, RouteReason::Pinned), "once");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_without_a_home_there_goes_to_a_draining_rank() {
+    let (mut fleet, router, needs) = (Fleet::new(2, 1), router(), needs());
+    for state in [RankState::PinnedOnly, RankState::Drained] {
+        fleet.set(0, |r| r.state = state);
+        for policy in [
+            RoutingPolicy::Affinity,
+            RoutingPolicy::LeastLoaded,
+            RoutingPolicy::Random,
+            RoutingPolicy::RoundRobin,
+        ] {
+            for i in 0..16u64 {
+                let request = RouteRequest {
+                    request: xxhash_rust::xxh3::xxh3_128(&i.to_le_bytes()),
+                    policy,
+                    ..request(&needs, None)
+                };
+                let decision = router.route(&fleet.snapshot, &request, Instant::now());
+                assert_eq!(decision.unwrap().slot, RankSlot(1), "{policy:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_whose_rank_left_after_a_drain_has_moved_and_is_not_lost() {
+    let (mut fleet, router, needs) = (Fleet::new(2, 1), router(), needs());
+    let now = Instant::now();
+    let route = |fleet: &Fleet| {
+        router
+            .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+            .unwrap()
+    };
+    let home = route(&fleet).slot;
+    fleet.lose(home.0);
+    fleet.snapshot.departed.insert(home);
+    assert_eq!(route(&fleet).reason, RouteReason::Draining);
+    assert_eq!(route(&fleet).reason, RouteReason::Pinned);
+}
+
+#[tokio::test(start_paused = true)]
+async fn why_nobody_takes_it_now() {
+    let (mut fleet, router, needs) = (Fleet::new(2, 1), router(), needs());
+    let now = Instant::now();
+    let home = router
+        .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+        .unwrap()
+        .slot;
+    let other = RankSlot(1 - home.0);
+    let route = |fleet: &Fleet, key, avoid: &[RankSlot]| {
+        let request = RouteRequest {
+            avoid,
+            ..request(&needs, Some(key))
+        };
+        router
+            .route(&fleet.snapshot, &request, now)
+            .map(|d| (d.slot, d.reason))
+    };
+    // The home paused: a detour, or a wait where there is nobody else. The pin
+    // stays.
+    fleet.set(home.0, |r| r.state = RankState::Paused);
+    assert_eq!(route(&fleet, 1, &[]), Ok((other, RouteReason::Detour)));
+    fleet.set(other.0, |r| r.state = RankState::Closed("unwell"));
+    assert_eq!(route(&fleet, 1, &[]), Err(NoRoute::Paused));
+    assert_eq!(router.pin(pin(1), now).unwrap().slot, home);
+    // One that has just failed is not waited for.
+    assert_eq!(route(&fleet, 1, &[home]), Err(NoRoute::NoneOpen));
+    // All drain: the key that lives there goes on, others are told.
+    fleet.set(home.0, |r| r.state = RankState::PinnedOnly);
+    fleet.set(other.0, |r| r.state = RankState::Drained);
+    assert_eq!(route(&fleet, 1, &[]), Ok((home, RouteReason::Pinned)));
+    assert_eq!(route(&fleet, 2, &[]), Err(NoRoute::Draining));
+    fleet.set(home.0, |r| r.state = RankState::Drained);
+    assert_eq!(route(&fleet, 1, &[]), Err(NoRoute::Draining));
+    assert_eq!(
+        router.pin(pin(1), now).unwrap().slot,
+        home,
+        "nowhere better"
+    );
+}
