@@ -2,9 +2,18 @@
 
 pub mod bench;
 pub mod demo;
+pub mod drain;
+mod operator;
+pub mod pin;
+pub mod replica;
+pub mod replicas;
+pub mod resume;
 pub mod serve;
 pub mod sidecar;
 pub mod sim_engine;
+pub mod stats;
+
+use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
@@ -29,21 +38,41 @@ enum Command {
     Demo(demo::Args),
     /// Measure a running control plane.
     Bench(bench::Args),
+    /// Show what runs where, and how it is.
+    Replicas(replicas::Args),
+    /// Show all that is known of one replica.
+    Replica(replica::Args),
+    /// Prepare a replica to leave: no new keys, and those that live there move
+    /// once the grace is over.
+    Drain(drain::Args),
+    /// End a drain.
+    Resume(resume::Args),
+    /// Show where a trajectory lives.
+    Pin(pin::Args),
+    /// Show what happened since the control plane's start.
+    Stats(stats::Args),
 }
 
 impl Cli {
-    /// Runs the subcommand to its end.
-    ///
-    /// # Errors
-    /// What the subcommand reports; its chain is printed and the process ends
-    /// with status 1.
-    pub async fn run(self) -> anyhow::Result<()> {
+    /// Runs the subcommand to its end. What it fails with is printed, and said by
+    /// the exit code: an operator's command says why, others fail with 1.
+    pub async fn run(self) -> ExitCode {
+        operator::report(self.end().await)
+    }
+
+    async fn end(self) -> anyhow::Result<()> {
         match self.command {
             Command::Serve(args) => serve::run(*args).await,
             Command::Sidecar(args) => sidecar::run(args).await,
             Command::SimEngine(args) => sim_engine::run(args).await,
             Command::Demo(args) => demo::run(args).await,
             Command::Bench(args) => bench::run(args).await,
+            Command::Replicas(args) => replicas::run(args).await,
+            Command::Replica(args) => replica::run(args).await,
+            Command::Drain(args) => drain::run(args).await,
+            Command::Resume(args) => resume::run(args).await,
+            Command::Pin(args) => pin::run(args).await,
+            Command::Stats(args) => stats::run(args).await,
         }
     }
 }

@@ -32,9 +32,9 @@ pub(super) struct Entry {
     pub(super) died_at: Option<Instant>,
     death: Option<&'static str>,
     pub(super) drains: Drains,
-    /// It took its leave after a drain: keys that lived there have moved, not
-    /// lost their home.
-    pub(super) departed: bool,
+    /// Ranks that took their leave after a drain, of this start or the one before:
+    /// keys that lived there have moved, not lost their home.
+    departed: Vec<RankSlot>,
     /// Its port is being asked.
     pub(super) probing: bool,
 }
@@ -99,7 +99,6 @@ impl Entry {
         facts: ReplicaFacts,
         incarnation: Incarnation,
         slots: Vec<Slot>,
-        drains: Drains,
         now: Instant,
     ) -> Self {
         let weights = facts
@@ -119,8 +118,8 @@ impl Entry {
             registered_at: SystemTime::now(),
             died_at: None,
             death: None,
-            drains,
-            departed: false,
+            drains: Drains::default(),
+            departed: Vec::new(),
             probing: false,
         }
     }
@@ -205,10 +204,22 @@ impl Entry {
         }
     }
 
-    /// The ranks that left after a drain.
+    /// It takes its leave after a drain.
+    pub(super) fn depart(&mut self) {
+        self.departed = self.slots.iter().map(|(slot, _)| *slot).collect();
+    }
+
+    /// What is to be known of `before`, the start before this one.
+    pub(super) fn follow(&mut self, before: &Self, now: Instant) {
+        self.drains = before.drains.of_next_start(now);
+        if before.lease.liveness() == Liveness::Dead {
+            self.departed.clone_from(&before.departed);
+        }
+    }
+
+    /// The ranks that left after a drain and are remembered.
     pub(super) fn departed(&self) -> impl Iterator<Item = RankSlot> {
-        let slots = self.slots.iter().filter(|_| self.departed);
-        slots.map(|(slot, _)| *slot)
+        self.departed.iter().copied()
     }
 
     fn rank_state(&self, rank: u32) -> RankState {

@@ -24,7 +24,7 @@ use tokio::{sync::watch, time::Instant};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use drain::{Drains, Stage};
+use drain::Stage;
 use entry::Entry;
 pub use entry::{Health, RankStatus, ReplicaStatus};
 use facts::{RankReport, ReplicaFacts, ReportedState};
@@ -201,14 +201,12 @@ impl Fleet {
         );
         let slots = vec![None; facts.ranks.len()];
         let slots = fill_slots(&mut state.next_slot, slots);
-        let drains = state
-            .replicas
-            .get(&facts.id)
-            .map_or_else(Drains::default, |before| before.drains.of_next_start(now));
-        state.replicas.insert(
-            facts.id.clone(),
-            Entry::new(facts, grant.incarnation, slots, drains, now),
-        );
+        let id = facts.id.clone();
+        let mut entry = Entry::new(facts, grant.incarnation, slots, now);
+        if let Some(before) = state.replicas.get(&id) {
+            entry.follow(before, now);
+        }
+        state.replicas.insert(id, entry);
         self.publish(&mut state);
         Ok(self.registered(grant.incarnation))
     }
@@ -335,7 +333,9 @@ impl Fleet {
             && entry.incarnation == incarnation
             && entry.lease.liveness() != Liveness::Dead
         {
-            entry.departed = reason == DEREGISTERED && entry.drains.stage() != Stage::None;
+            if reason == DEREGISTERED && entry.drains.stage() != Stage::None {
+                entry.depart();
+            }
             entry.die(reason, Instant::now());
             info!(%replica, %incarnation, reason, "replica is dead");
             self.publish(&mut state);

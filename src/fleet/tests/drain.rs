@@ -388,9 +388,18 @@ async fn who_left_after_a_drain_is_told_from_who_was_lost() {
     fleet.deregister(&id("a"), a);
     let b = fleet.get(&id("b")).unwrap().incarnation;
     fleet.deregister(&id("b"), b);
-    let departed = &fleet.snapshot().departed;
-    assert!(departed.contains(&slots[0]) && departed.contains(&slots[1]));
-    assert_eq!(departed.len(), 2, "b had work for all that is known");
+    let gone: Vec<_> = fleet.snapshot().departed.iter().copied().collect();
+    assert!(gone.contains(&slots[0]) && gone.contains(&slots[1]));
+    assert_eq!(gone.len(), 2, "b had work for all that is known");
+    // Its next start does not make it forgotten, the one after does.
+    fleet.register(facts("a", "boot2")).await.unwrap();
+    assert_eq!(fleet.snapshot().departed.len(), 2);
+    fleet.register(facts("a", "boot3")).await.unwrap();
+    assert!(fleet.snapshot().departed.is_empty());
+    let a = fleet.get(&id("a")).unwrap().incarnation;
+    fleet.beat(draining(a, 1, Some(SECOND))).unwrap();
+    fleet.deregister(&id("a"), a);
+    assert_eq!(fleet.snapshot().departed.len(), 2);
     fleet.tick(Instant::now() + 601 * SECOND, Duration::ZERO);
     assert!(fleet.snapshot().departed.is_empty(), "forgotten with it");
 }
