@@ -7,11 +7,10 @@
     reason = "a failed assumption is a failed test"
 )]
 
-use std::{
-    io::{BufRead, BufReader},
-    process::{Child, Command, Output, Stdio},
-    time::Duration,
-};
+#[path = "support/process.rs"]
+mod process;
+
+use std::time::Duration;
 
 use berth::{
     engine::sim::{SimConfig, SimEngine, SimHandle},
@@ -24,101 +23,12 @@ use berth::{
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, transport::Channel};
 
-fn berth() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_berth"));
-    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("BERTH_")) {
-        command.env_remove(name);
-    }
-    command
-}
+use process::{Serve, berth, check};
 
-fn check(command: &mut Command) -> (bool, String) {
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = command.output().unwrap();
-    let text = [stdout, stderr].concat();
-    (status.success(), String::from_utf8(text).unwrap())
-}
-
-/// A running `berth serve`; killed when it is dropped.
-struct Serve {
-    child: Child,
-    url: String,
-    _dir: tempfile::TempDir,
-}
-
-impl Serve {
-    fn start(options: &[&str]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let mut child = berth()
-            .args([
-                "serve",
-                "--listen",
-                "127.0.0.1:0",
-                "--admin-listen",
-                "127.0.0.1:0",
-            ])
-            .args(["--log-format", "json", "--data-dir"])
-            .arg(dir.path().join("store"))
-            .args(options)
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        // The log says where it listens.
-        let mut log = BufReader::new(child.stderr.take().unwrap());
-        let mut line = String::new();
-        let url = loop {
-            line.clear();
-            assert_ne!(log.read_line(&mut line).unwrap(), 0, "it ended");
-            let entry: serde_json::Value = serde_json::from_str(&line).unwrap();
-            if let Some(grpc) = entry["grpc"].as_str() {
-                break format!("http://{grpc}");
-            }
-        };
-        // Read on, so that it never blocks on a full pipe.
-        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
-        Self {
-            child,
-            url,
-            _dir: dir,
-        }
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.child.id().to_string();
-        assert!(
-            Command::new("kill")
-                .args([name, &pid])
-                .status()
-                .unwrap()
-                .success()
-        );
-    }
-
-    async fn ended(&mut self) -> std::process::ExitStatus {
-        for _ in 0..1500 {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        panic!("it does not end");
-    }
-
-    async fn client(&self) -> SamplingServiceClient<Channel> {
-        SamplingServiceClient::connect(self.url.clone())
-            .await
-            .unwrap()
-    }
-}
-
-impl Drop for Serve {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+async fn client(serve: &Serve) -> SamplingServiceClient<Channel> {
+    SamplingServiceClient::connect(serve.url.clone())
+        .await
+        .unwrap()
 }
 
 /// An engine of 10 ms a token with its sidecar, registered.
@@ -132,7 +42,7 @@ async fn engine(serve: &Serve) -> (SimHandle, CancellationToken) {
     let sidecar = Sidecar::new(SidecarConfig::new(&serve.url, engine.url(), "r")).unwrap();
     let stop = CancellationToken::new();
     tokio::spawn(sidecar.run(stop.clone()));
-    let mut client = serve.client().await;
+    let mut client = client(&serve).await;
     for _ in 0..500 {
         if client.sample(request(1)).await.is_ok() {
             return (engine, stop);
@@ -213,7 +123,7 @@ fn a_store_that_is_in_use_is_told() {
                 "127.0.0.1:0",
             ])
             .arg("--data-dir")
-            .arg(serve._dir.path().join("store")),
+            .arg(serve.dir.path().join("store")),
     );
     assert!(!ok && text.contains("in use"), "{text}");
 }
@@ -222,7 +132,7 @@ fn a_store_that_is_in_use_is_told() {
 async fn sigterm_lets_calls_finish_and_takes_no_new_connection() {
     let mut serve = Serve::start(&[]);
     let (_engine, _sidecar) = engine(&serve).await;
-    let mut client = serve.client().await;
+    let mut client = client(&serve).await;
     let call = tokio::spawn(async move { client.sample(request(100)).await });
     tokio::time::sleep(Duration::from_millis(200)).await;
     serve.signal("-TERM");
@@ -240,7 +150,7 @@ async fn sigterm_lets_calls_finish_and_takes_no_new_connection() {
 async fn the_drain_is_bounded_and_what_still_runs_is_stopped_at_its_engine() {
     let mut serve = Serve::start(&["--drain-timeout", "300ms"]);
     let (engine, _sidecar) = engine(&serve).await;
-    let mut client = serve.client().await;
+    let mut client = client(&serve).await;
     let call = tokio::spawn(async move {
         let keyed = SampleRequest {
             idempotency_key: Some("k".to_owned()),
@@ -266,12 +176,12 @@ async fn the_drain_is_bounded_and_what_still_runs_is_stopped_at_its_engine() {
 async fn a_second_sigterm_ends_it_at_once() {
     let mut serve = Serve::start(&["--drain-timeout", "1h"]);
     let (_engine, _sidecar) = engine(&serve).await;
-    let mut client = serve.client().await;
+    let mut client = client(&serve).await;
     let call = tokio::spawn(async move { client.sample(request(10_000)).await });
     tokio::time::sleep(Duration::from_millis(200)).await;
     serve.signal("-TERM");
     tokio::time::sleep(Duration::from_millis(200)).await;
-    assert!(serve.child.try_wait().unwrap().is_none(), "it drains");
+    assert!(!serve.has_ended(), "it drains");
     serve.signal("-TERM");
     assert_eq!(serve.ended().await.code(), Some(130));
     assert!(call.await.unwrap().is_err());

@@ -75,6 +75,10 @@ const SILENT_LOOKS: u32 = 2;
 /// Engines close a connection that is idle for 5 s: with beats further apart a
 /// loss says nothing.
 const KEEPALIVE: Duration = Duration::from_secs(4);
+/// An engine that was told to end finishes what it is sent until it has nothing to
+/// do, and is gone then: trajectories move soon. Not at once, since what it says
+/// is taken for so long before it is asked again whether it ends or is only paused.
+const ENDING_GRACE: Duration = Duration::from_secs(15);
 /// Beats that the control plane takes, with the grace over, until nothing can be
 /// on its way any more: what was chosen a moment before the first is counted in
 /// the answer to the second.
@@ -514,11 +518,10 @@ impl Sidecar {
             sequence: self.sequence,
             state: state.into(),
             ranks,
-            // An engine that was told to end takes what it is sent and may be gone
-            // before it is done: nothing more goes there. An operator's drain is
-            // only repeated.
+            // An operator's drain is only repeated.
             drain_grace: (state == WireState::Draining && ending)
-                .then(prost_types::Duration::default),
+                .then(|| ENDING_GRACE.try_into().ok())
+                .flatten(),
         }
     }
 

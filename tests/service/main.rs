@@ -12,6 +12,7 @@
 mod ablation;
 mod bad_requests;
 mod cluster;
+mod drain;
 mod duplicates;
 mod endpoints;
 mod engines_that_fail;
