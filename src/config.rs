@@ -532,11 +532,18 @@ mod tests {
     #[test]
     fn all_faults_are_told_at_once() {
         let options: Options = toml::from_str(
-            "listen = \"0.0.0.0:7700\"\nload-factor = 0.5\nmax-attempts = 0\ngrace = \"2days\"",
+            "listen = \"0.0.0.0:7700\"\nload-factor = 0.5\nmax-attempts = 0\ngrace = \"2days\"\n\
+             drain-grace = \"25h\"",
         )
         .unwrap();
         let error = Config::resolve(options).unwrap_err().to_string();
-        for option in ["listen", "load-factor", "max-attempts", "grace"] {
+        for option in [
+            "listen",
+            "load-factor",
+            "max-attempts",
+            "grace",
+            "drain-grace",
+        ] {
             assert!(error.contains(option), "{option} in {error}");
         }
     }

@@ -17,7 +17,7 @@ use std::{
 };
 
 use berth::{
-    engine::sim::{SimConfig, SimEngine, SimHandle},
+    engine::sim::{PauseMode, SimConfig, SimEngine, SimHandle},
     proto::{
         RouteReason, SampleRequest, SampleResponse, Sampling, TokenIds, sample_request::Prompt,
         sampling_service_client::SamplingServiceClient,
@@ -237,14 +237,14 @@ async fn a_replica_is_drained_waited_for_and_resumed() {
     let (other, _) = fleet.turn("u", 2).await;
     assert_ne!(home, other);
 
-    let turn = fleet.turn("t", 200);
+    let engine = &fleet.engines[usize::from(home == "b")];
+    let turn = fleet.turn("t", 400);
     let drained = async {
-        fleet
-            .until("it is in flight", |fleet| {
-                let replicas = fleet["replicas"].as_array().unwrap();
-                replicas.iter().any(|r| r["ranks"][0]["in_flight"] == 1)
-            })
-            .await;
+        while engine.counters().started < 2 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        // It runs, and goes on when it is told to.
+        engine.pause(PauseMode::InPlace).await;
         let told = fleet.run(&["drain", &home, "--grace", "1h"]).await;
         assert_eq!(told.code, 0, "{}", told.err);
         assert!(
@@ -252,12 +252,13 @@ async fn a_replica_is_drained_waited_for_and_resumed() {
             "{}",
             told.out
         );
-        // Too short a time for a turn that takes a second.
+        // What is in flight does not end by itself.
         let late = fleet
             .run(&["drain", &home, "--grace", "0s", "--wait=0s"])
             .await;
         let said = complaint(&late, 6);
         assert!(said.contains("1 in flight"), "{said}");
+        engine.resume();
         fleet.run(&["drain", &home, "--wait"]).await
     };
     let (turn, drained) = tokio::join!(turn, drained);

@@ -42,7 +42,7 @@ async fn engine(serve: &Serve) -> (SimHandle, CancellationToken) {
     let sidecar = Sidecar::new(SidecarConfig::new(&serve.url, engine.url(), "r")).unwrap();
     let stop = CancellationToken::new();
     tokio::spawn(sidecar.run(stop.clone()));
-    let mut client = client(&serve).await;
+    let mut client = client(serve).await;
     for _ in 0..500 {
         if client.sample(request(1)).await.is_ok() {
             return (engine, stop);

@@ -8,7 +8,9 @@
 //! - a pinned key goes to its rank while that rank can take it, whatever the load;
 //! - two first turns of one key at the same moment get the same rank;
 //! - load is counted at selection, not at response, so a burst spreads;
-//! - when a rank is lost only its keys move, and none moves back.
+//! - when a rank is lost only its keys move, and none moves back;
+//! - a rank that drains gets no new key, keeps its own until the grace is over, and
+//!   then loses each once; one that is paused for a while keeps them all.
 
 pub mod needs;
 pub mod pins;

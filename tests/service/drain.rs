@@ -100,9 +100,9 @@ async fn a_drain_lets_turns_finish_takes_nothing_new_and_moves_each_key_once() {
     let at_r0: Vec<u32> = (0..6).filter(|i| homes[*i as usize] == "r0").collect();
     assert_eq!(at_r0.len(), 2);
 
-    // All in flight, for a second.
+    // All in flight, for three seconds.
     let before = cluster.engine("r0").counters().received;
-    let running = join_all((0..6).map(|i| turn(i, 200)));
+    let running = join_all((0..6).map(|i| turn(i, 600)));
     let driver = async {
         eventually("all are in flight", async || {
             let snapshot = cluster.playground.server().parts().fleet.snapshot();

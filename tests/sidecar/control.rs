@@ -33,6 +33,7 @@ struct Inner {
     /// Incarnations that beats are taken of.
     live: HashMap<String, u64>,
     directive: Directive,
+    in_flight: u64,
     refuse: Option<Status>,
     beats_refused: Option<Status>,
 }
@@ -99,6 +100,11 @@ impl FakeControl {
 
     pub fn direct(&self, directive: Directive) {
         self.inner.lock().unwrap().directive = directive;
+    }
+
+    /// What beats are told to be on its way or running.
+    pub fn in_flight(&self, samples: u64) {
+        self.inner.lock().unwrap().in_flight = samples;
     }
 
     pub fn refuse_registrations(&self, with: Option<Status>) {
@@ -216,13 +222,14 @@ impl ReplicaService for FakeControl {
                 (None, Some(live)) if *live != request.incarnation => {
                     Err(Status::failed_precondition("stale"))
                 }
-                (None, Some(_)) => Ok(inner.directive),
+                (None, Some(_)) => Ok((inner.directive, inner.in_flight)),
             }
         };
         self.note(Said::Beat(request));
+        let (directive, in_flight) = answer?;
         Ok(Response::new(HeartbeatResponse {
-            directive: answer?.into(),
-            in_flight: 0,
+            directive: directive.into(),
+            in_flight,
         }))
     }
 

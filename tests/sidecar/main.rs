@@ -305,7 +305,9 @@ async fn a_directive_to_register_keeps_the_boot_id_and_one_to_drain_is_followed(
     assert_eq!(control.registrations()[0].boot_id, boot);
     control.direct(Directive::Drain);
     control
-        .hears_beat("draining", is(ReplicaState::Draining))
+        .hears_beat("draining, as it was told", |beat| {
+            is(ReplicaState::Draining)(beat) && beat.drain_grace.is_none()
+        })
         .await;
     control.direct(Directive::Continue);
     control.hears_beat("ready", is(ReplicaState::Ready)).await;
@@ -492,7 +494,9 @@ async fn an_engine_that_was_told_to_end_is_draining() {
     let (control, engine, running) = registered().await;
     engine.say(|says| (says.ready, says.health) = (503, Some(503)));
     control
-        .hears_beat("draining", is(ReplicaState::Draining))
+        .hears_beat("draining, of its own accord", |beat| {
+            is(ReplicaState::Draining)(beat) && beat.drain_grace.is_some()
+        })
         .await;
     running.stops().await;
 }
@@ -588,6 +592,66 @@ async fn a_shutdown_drains_then_deregisters() {
         }
         other => panic!("{other:?}"),
     }
+}
+
+fn grace(beat: &HeartbeatRequest) -> Duration {
+    beat.drain_grace.unwrap().try_into().unwrap()
+}
+
+#[tokio::test]
+async fn a_shutdown_tells_a_grace_that_runs_out_while_there_is_work() {
+    let control = FakeControl::start().await;
+    let engine = FakeEngine::start().await;
+    engine.say(|says| says.loads["loads"][0]["num_running_reqs"] = json!(1));
+    let mut config = config(&control, &engine);
+    config.drain_timeout = Duration::from_secs(6);
+    let running = Running::start(config);
+    control.hears_beat("a beat", |_| true).await;
+    control.clear();
+    running.shutdown.cancel();
+    control
+        .hears("the grace's end", |control| {
+            let beats = control.beats();
+            beats
+                .last()
+                .is_some_and(|beat| beat.drain_grace == Some(prost_types::Duration::default()))
+        })
+        .await;
+    let graces: Vec<Duration> = control
+        .beats()
+        .iter()
+        .filter(|beat| is(ReplicaState::Draining)(beat))
+        .map(grace)
+        .collect();
+    assert!(graces[0] > Duration::ZERO && graces[0] <= Duration::from_secs(3));
+    assert!(graces.windows(2).all(|w| w[0] >= w[1]), "{graces:?}");
+    // The turn in flight may finish all the same.
+    assert!(!control.said().iter().any(|s| matches!(s, Said::Leave(_))));
+    engine.say(|says| says.loads["loads"][0]["num_running_reqs"] = json!(0));
+    running.ends().await.unwrap();
+    assert!(matches!(control.said().pop(), Some(Said::Leave(_))));
+}
+
+#[tokio::test]
+async fn a_shutdown_waits_for_what_is_on_its_way_to_the_engine() {
+    let (control, _engine, running) = registered().await;
+    control.in_flight(1);
+    control.clear();
+    running.shutdown.cancel();
+    control
+        .hears("several beats", |control| control.beats().len() > 5)
+        .await;
+    let gone = |said: &Said| matches!(said, Said::Leave(_));
+    assert!(!control.said().iter().any(gone), "the engine alone is idle");
+    assert!(grace(&control.beats()[5]) > Duration::ZERO);
+    control.clear();
+    control.in_flight(0);
+    running.ends().await.unwrap();
+    let beats = control.beats();
+    let closed = beats.iter().filter(|beat| grace(beat).is_zero()).count();
+    // The first shuts the door, the second finds that nobody slipped through.
+    assert!(closed >= 2, "{beats:?}");
+    assert!(control.said().last().is_some_and(gone));
 }
 
 #[tokio::test]

@@ -262,7 +262,11 @@ mod tests {
     async fn a_failure_has_the_reason_and_an_exit_code() {
         let operator = operator("http://127.0.0.1:7700").unwrap();
         let failure = |code, reason: &str| {
-            let details = ErrorDetails::with_error_info(reason, "berth.dev", Default::default());
+            let details = ErrorDetails::with_error_info(
+                reason,
+                "berth.dev",
+                std::collections::HashMap::new(),
+            );
             let status = Status::with_error_details(code, "what happened", details);
             operator.failure(&status)
         };
