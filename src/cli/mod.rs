@@ -104,3 +104,22 @@ fn log(format: crate::config::LogFormat, filter: &str) -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_options_of_all_subcommands_are_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_wait_without_a_time_does_not_swallow_the_replica() {
+        assert!(Cli::try_parse_from(["berth", "drain", "--wait", "r"]).is_ok());
+        assert!(Cli::try_parse_from(["berth", "drain", "--wait=5s", "r"]).is_ok());
+        assert!(Cli::try_parse_from(["berth", "drain", "--wait=soon", "r"]).is_err());
+    }
+}

@@ -39,9 +39,11 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 }
 
 fn page(r: &Replica) -> String {
-    let accelerator = r.accelerator.as_ref().map(|a| {
+    // An engine on a CPU has none, and says so by an empty name.
+    let named = r.accelerator.as_ref().filter(|a| !a.name.is_empty());
+    let accelerator = named.map(|a| {
         let mebibytes = a.memory_bytes >> 20;
-        format!("{} x {:?}, {mebibytes} MiB each", a.count, a.name)
+        format!("{} x {}, {mebibytes} MiB each", a.count, a.name)
     });
     let adapters = r.adapters.iter().map(|a| {
         let resident = if a.resident { "" } else { " (not in memory)" };

@@ -83,7 +83,9 @@ const ENDING_GRACE: Duration = Duration::from_secs(15);
 /// on its way any more: what was chosen a moment before the first is counted in
 /// the answer to the second.
 const CONFIRMED: u32 = 2;
-/// Between them.
+/// Beats of a leaving sidecar that nobody answers until it leaves without a word.
+const UNHEARD: u32 = 3;
+/// Between beats of one that has nothing to do any more.
 const CONFIRM_EVERY: Duration = Duration::from_millis(100);
 
 /// One sidecar.
@@ -577,8 +579,10 @@ impl Sidecar {
                 }
                 Err(_) => {
                     unheard += 1;
-                    // Nobody is there who could send anything.
-                    confirmed += u32::from(unheard >= 3) * CONFIRMED;
+                    if unheard >= UNHEARD {
+                        // Nobody is there who could send anything.
+                        confirmed = CONFIRMED;
+                    }
                     0
                 }
             };
