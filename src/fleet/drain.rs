@@ -109,9 +109,9 @@ pub(super) struct Drains {
     operator: Option<Drain>,
     hold: bool,
     sidecar: Option<Drain>,
-    /// The sidecar says DRAINING because it was told to, and has not said
-    /// anything else since.
-    echo: bool,
+    /// The sidecar was told of the operator's drain and has not said since that it
+    /// is ready: when it says that it drains, it may only repeat that.
+    told: bool,
     stage: Stage,
 }
 
@@ -124,9 +124,15 @@ impl Drains {
         self.hold
     }
 
-    /// An operator asked for it: the sidecar is to be told.
+    /// An operator asked for it.
     pub(super) fn ordered(&self) -> bool {
         self.operator.is_some()
+    }
+
+    /// Whether the sidecar is to be told to drain; it counts as told.
+    pub(super) fn tell(&mut self) -> bool {
+        self.told |= self.ordered();
+        self.ordered()
     }
 
     /// Time has passed. Returns whether the stage changed.
@@ -158,8 +164,9 @@ impl Drains {
     }
 
     /// What a beat says. A sidecar that drains by its own will says for how long
-    /// keys may stay; one that says nothing of it while an operator's drain is
-    /// on, or since, repeats what it was told. Returns whether the stage changed.
+    /// keys may stay; one that says nothing of that and was told to drain, and be
+    /// it a moment before the operator changed their mind, repeats it. Returns
+    /// whether the stage changed.
     pub(super) fn reported(
         &mut self,
         state: ReportedState,
@@ -168,12 +175,12 @@ impl Drains {
         now: Instant,
     ) -> bool {
         match state {
-            ReportedState::Ready => (self.sidecar, self.echo) = (None, false),
+            ReportedState::Ready => (self.sidecar, self.told) = (None, false),
             // It has said nothing of its plans.
             ReportedState::Unhealthy => {}
             ReportedState::Draining => {
-                self.echo = grace.is_none() && (self.echo || self.operator.is_some());
-                if !self.echo {
+                let repeats = grace.is_none() && (self.told || self.ordered());
+                if !repeats {
                     // Without a word of the grace, the first word's counts.
                     let grace = grace.or(self.sidecar.is_none().then_some(default));
                     if let Some(grace) = grace {

@@ -197,9 +197,9 @@ impl Entry {
     }
 
     /// What a beat is answered.
-    pub(super) fn heard(&self) -> Heard {
+    pub(super) fn heard(&mut self) -> Heard {
         Heard {
-            drain: self.drains.ordered(),
+            drain: self.drains.tell(),
             in_flight: self.slots.iter().map(|(_, load)| load.in_flight()).sum(),
         }
     }

@@ -274,7 +274,7 @@ impl Fleet {
         }
         // Read after the new state is seen by all: what it counts later was chosen
         // before.
-        let heard = state.replicas.get(&beat.replica).map(Entry::heard);
+        let heard = state.replicas.get_mut(&beat.replica).map(Entry::heard);
         Ok(heard.unwrap_or_default())
     }
 

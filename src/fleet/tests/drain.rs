@@ -320,8 +320,15 @@ async fn the_sidecars_echo_of_an_operators_drain_is_no_drain_of_its_own() {
     assert!(!fleet.beat(draining(a, 3, None)).unwrap().drain);
     assert_eq!(state(&fleet, "a"), RankState::Open);
     fleet.beat(beat("a", a, 4)).unwrap();
+    // Resumed before it was heard to repeat what it was told.
+    fleet.drain(&id("a"), order(3600)).unwrap();
+    assert!(fleet.beat(beat("a", a, 5)).unwrap().drain);
+    fleet.resume(&id("a")).unwrap();
+    assert!(!fleet.beat(draining(a, 6, None)).unwrap().drain);
+    assert_eq!(state(&fleet, "a"), RankState::Open);
+    fleet.beat(beat("a", a, 7)).unwrap();
     // By its own will.
-    fleet.beat(draining(a, 5, None)).unwrap();
+    fleet.beat(draining(a, 8, None)).unwrap();
     assert_eq!(state(&fleet, "a"), RankState::PinnedOnly);
 }
 
