@@ -28,6 +28,7 @@ use crate::{
         egress::Egress,
         http::{HttpClient, HttpConfig},
         sglang::{SglangClient, SglangConfig},
+        vllm::{VllmClient, VllmConfig},
     },
     fleet::Fleet,
     listen::{self, Limits},
@@ -84,6 +85,10 @@ impl Server {
                 sglang: Arc::new(SglangClient::new(
                     HttpClient::within(HttpConfig::default(), Arc::clone(&egress)),
                     SglangConfig::default(),
+                )),
+                vllm: Arc::new(VllmClient::new(
+                    HttpClient::new(HttpConfig::default()),
+                    VllmConfig::default(),
                 )),
             },
             running: Arc::default(),

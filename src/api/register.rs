@@ -87,15 +87,10 @@ pub(super) fn facts(
     let url = address(&message, caller, &mut faults);
     let engine = match message.engine() {
         proto::EngineKind::Sglang => Some(EngineKind::Sglang),
-        // There is no client for it yet: as a member of the fleet it would only
-        // draw requests and fail them.
-        proto::EngineKind::Vllm | proto::EngineKind::Unspecified => None,
+        proto::EngineKind::Vllm => Some(EngineKind::Vllm),
+        proto::EngineKind::Unspecified => None,
     };
-    faults.check(
-        engine.is_some(),
-        "engine",
-        "must be SGLANG (VLLM is not served yet)",
-    );
+    faults.check(engine.is_some(), "engine", "must be SGLANG or VLLM");
     faults.check(
         message.engine_version.len() <= 64 && is_plain(&message.engine_version),
         "engine_version",

@@ -6,7 +6,11 @@ use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-use crate::sidecar::{AcceleratorConfig, Sidecar, SidecarConfig, Timing};
+use crate::{
+    call,
+    fleet::facts::EngineKind,
+    sidecar::{AcceleratorConfig, Sidecar, SidecarConfig, Timing},
+};
 
 /// Options.
 #[derive(Debug, clap::Args)]
@@ -24,6 +28,15 @@ pub struct Args {
     /// What the engine speaks.
     #[arg(long, env = "BERTH_SIDECAR_ENGINE", value_enum, default_value_t = Engine::Sglang)]
     engine: Engine,
+    /// Server of a further rank, where each has one of its own (vLLM with
+    /// external load balancing); may be repeated. The control plane must reach it
+    /// under this URL too.
+    #[arg(
+        long = "rank-url",
+        env = "BERTH_SIDECAR_RANK_URLS",
+        value_delimiter = ','
+    )]
+    rank_urls: Vec<String>,
     /// Stable name of the replica. Default: host name and the engine's port.
     #[arg(long, env = "BERTH_SIDECAR_REPLICA_ID")]
     replica_id: Option<String>,
@@ -73,11 +86,24 @@ struct Overrides {
     /// Whether a seed makes sampling repeatable. Default: as the engine says.
     #[arg(long, env = "BERTH_SIDECAR_SEED")]
     seed: Option<bool>,
+    /// What log probabilities are taken from, for a vLLM that does not tell (it
+    /// does in development mode): its --logprobs-mode.
+    #[arg(long, env = "BERTH_SIDECAR_LOGPROB_MODE", value_enum)]
+    logprob_mode: Option<LogprobMode>,
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 enum Engine {
     Sglang,
+    Vllm,
+}
+
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum LogprobMode {
+    /// The model's own.
+    Raw,
+    /// After temperature and penalties.
+    Processed,
 }
 
 fn label(text: &str) -> Result<(String, String), String> {
@@ -92,12 +118,20 @@ fn label(text: &str) -> Result<(String, String), String> {
 /// # Errors
 /// What stops it.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let Engine::Sglang = args.engine;
     let replica_id = args
         .replica_id
         .unwrap_or_else(|| default_id(&host_name(), &args.engine_url));
     let overrides = *args.overrides;
     let config = SidecarConfig {
+        engine: match args.engine {
+            Engine::Sglang => EngineKind::Sglang,
+            Engine::Vllm => EngineKind::Vllm,
+        },
+        rank_urls: args.rank_urls,
+        logprob_mode: overrides.logprob_mode.map(|mode| match mode {
+            LogprobMode::Raw => call::LogprobMode::Raw,
+            LogprobMode::Processed => call::LogprobMode::Processed,
+        }),
         advertise_url: args.advertise_url,
         model: overrides.model,
         vocab_size: overrides.vocab_size,

@@ -5,11 +5,17 @@ use std::{io::Write, net::IpAddr, time::Duration};
 use anyhow::{Context, bail};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::engine::sim::{End, Profile, SimConfig, SimEngine, tokens::Eos};
+use crate::engine::sim::{Dialect, End, Profile, SimConfig, SimEngine, tokens::Eos};
 
 /// Options.
 #[derive(Debug, clap::Args)]
 pub struct Args {
+    /// Whose HTTP it speaks.
+    #[arg(long, value_enum, default_value_t = Dialect::Sglang)]
+    dialect: Dialect,
+    /// Without vLLM's routes of development mode.
+    #[arg(long)]
+    no_dev_mode: bool,
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1")]
     host: IpAddr,
@@ -28,9 +34,10 @@ pub struct Args {
     /// Data-parallel ranks.
     #[arg(long, default_value_t = 1)]
     ranks: u32,
-    /// Tokens of a page of the prefix cache.
-    #[arg(long, default_value_t = 1)]
-    page_size: usize,
+    /// Tokens of a page of the prefix cache, which vLLM calls a block [default: 1,
+    /// vLLM's 16].
+    #[arg(long)]
+    page_size: Option<usize>,
     /// KV capacity of a rank in tokens [default: the profile's].
     #[arg(long)]
     kv_tokens: Option<usize>,
@@ -83,7 +90,12 @@ impl Args {
             vocab_size: self.vocab_size,
             context_length: self.context_length,
             ranks: self.ranks,
-            page_size: self.page_size,
+            page_size: self.page_size.unwrap_or(match self.dialect {
+                Dialect::Sglang => 1,
+                Dialect::Vllm => 16,
+            }),
+            dialect: self.dialect,
+            dev_mode: !self.no_dev_mode,
             kv_tokens: self.kv_tokens,
             profile: self.profile,
             time_scale: self.time_scale,

@@ -212,17 +212,18 @@ impl HttpClient {
         method: Method,
         base: &str,
         path: &str,
+        mut headers: http::HeaderMap,
         json: Option<Bytes>,
     ) -> Result<Reply, HttpError> {
         let uri = join(base, path)?;
         let mut request = Request::new(Full::new(json.clone().unwrap_or_default()));
         *request.method_mut() = method;
         *request.uri_mut() = uri;
-        let headers = request.headers_mut();
         headers.insert(header::USER_AGENT, USER_AGENT);
         if json.is_some() {
             headers.insert(header::CONTENT_TYPE, APPLICATION_JSON);
         }
+        *request.headers_mut() = headers;
         let response = self
             .inner
             .request(request)
@@ -250,7 +251,9 @@ impl HttpClient {
         limit: Duration,
     ) -> Result<(StatusCode, http::HeaderMap, Bytes), HttpError> {
         let whole = async {
-            let reply = self.send(method, base, path, json).await?;
+            let reply = self
+                .send(method, base, path, http::HeaderMap::new(), json)
+                .await?;
             let body = reply.body.collect(max_bytes).await?;
             Ok((reply.status, reply.headers, body))
         };

@@ -4,10 +4,15 @@
 //! reports a generation as finished unless the engine said so: a stream without
 //! its end mark is [`EngineError::Lost`].
 
+mod attempt;
 pub mod egress;
+pub mod facts;
 pub mod http;
+mod refusal;
 pub mod sglang;
 pub mod sim;
+pub mod sse;
+pub mod vllm;
 
 use std::{sync::Arc, time::Duration};
 

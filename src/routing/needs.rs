@@ -21,8 +21,13 @@ pub struct Needs {
     pub adapter: Option<Arc<str>>,
     /// Weights.
     pub weights: Option<WeightsConstraint>,
-    /// The request uses text: prompt, stop strings or min_tokens.
+    /// The request uses text: prompt or stop strings.
     pub tokenizer: bool,
+    /// Tokens before a stop counts.
+    pub min_tokens: bool,
+    /// A temperature that vLLM would not take as it is: it raises what is between
+    /// 0 and 0.01 and refuses what is above 2.
+    pub odd_temperature: bool,
     /// Log probabilities of the output.
     pub output_logprobs: bool,
     /// Log probabilities of the prompt.
@@ -99,8 +104,21 @@ impl Needs {
             return Some(Lack::Adapter);
         }
         let has = &facts.capabilities;
+        let vllm = facts.engine == EngineKind::Vllm;
         [
             (self.tokenizer, has.tokenizer, "text (no tokenizer)"),
+            (
+                self.min_tokens,
+                // SGLang takes the end of sequence from the tokenizer, vLLM from the
+                // model.
+                vllm || has.tokenizer,
+                "min_tokens (no tokenizer)",
+            ),
+            (
+                self.odd_temperature,
+                !vllm,
+                "a temperature between 0 and 0.01 or above 2",
+            ),
             (self.output_logprobs, has.output_logprobs, "output logprobs"),
             (self.prompt_logprobs, has.prompt_logprobs, "prompt logprobs"),
             (
@@ -119,7 +137,7 @@ impl Needs {
             (
                 self.stop_ids_past_eos,
                 // SGLang's ignore_eos turns every token id's end off with it.
-                facts.engine != EngineKind::Sglang,
+                vllm,
                 "stop_token_ids together with ignore_eos",
             ),
         ]

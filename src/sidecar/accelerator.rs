@@ -5,7 +5,7 @@ use std::{process::Stdio, time::Duration};
 
 use tokio::{io::AsyncReadExt, process::Command};
 
-use crate::engine::sglang::facts::Devices;
+use crate::engine::facts::Devices;
 
 /// Longest time that the program may take.
 const LIMIT: Duration = Duration::from_secs(10);

@@ -3,6 +3,8 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use crate::{call::LogprobMode, fleet::facts::EngineKind};
+
 /// What a sidecar is told.
 #[derive(Clone, Debug)]
 pub struct SidecarConfig {
@@ -10,6 +12,12 @@ pub struct SidecarConfig {
     pub control_plane: String,
     /// The engine as the sidecar reaches it, `http://host:port`.
     pub engine_url: String,
+    /// What it speaks.
+    pub engine: EngineKind,
+    /// Servers of the same replica's further ranks, where each rank has one of
+    /// its own (vLLM's external load balancing), as the control plane reaches
+    /// them too.
+    pub rank_urls: Vec<String>,
     /// Stable over restarts: 1 to 128 characters of `[A-Za-z0-9._:-]`.
     pub replica_id: String,
     /// The engine as the control plane reaches it. Unset: `engine_url`; or, for
@@ -26,6 +34,8 @@ pub struct SidecarConfig {
     pub accelerator: AcceleratorConfig,
     /// Replaces what the engine tells of repeatable sampling.
     pub seed: Option<bool>,
+    /// What log probabilities are taken from, where the engine does not tell.
+    pub logprob_mode: Option<LogprobMode>,
     /// From the shutdown to the end at most: what runs may finish, then the
     /// replica is deregistered. For the first half of it, trajectories may take
     /// more turns there while it is busy.
@@ -96,6 +106,8 @@ impl SidecarConfig {
         Self {
             control_plane: control_plane.into(),
             engine_url: engine_url.into(),
+            engine: EngineKind::Sglang,
+            rank_urls: Vec::new(),
             replica_id: replica_id.into(),
             advertise_url: None,
             model: None,
@@ -106,6 +118,7 @@ impl SidecarConfig {
                 ..AcceleratorConfig::default()
             },
             seed: None,
+            logprob_mode: None,
             drain_timeout: Duration::from_secs(30),
             timing: Timing::default(),
         }
@@ -117,6 +130,7 @@ impl SidecarConfig {
         for url in [&self.engine_url]
             .into_iter()
             .chain(self.advertise_url.as_ref())
+            .chain(&self.rank_urls)
         {
             if let Err(fault) = super::link::Link::new(url) {
                 faults.push(fault);
@@ -128,6 +142,20 @@ impl SidecarConfig {
             faults.push(format!(
                 "replica id {id:?}: 1 to 128 characters of [A-Za-z0-9._:-] are needed"
             ));
+        }
+        if !self.rank_urls.is_empty() && self.engine != EngineKind::Vllm {
+            faults.push("only vLLM has a server for each rank".into());
+        }
+        let local = |url: &String| super::register::loopback_port(url).is_some();
+        if self.rank_urls.iter().any(local) && !local(&self.control_plane) {
+            faults.push(
+                "a rank's URL is a loopback address, and the control plane's is not: it could not \
+                 reach it"
+                    .into(),
+            );
+        }
+        if self.rank_urls.len() >= crate::engine::facts::MAX_RANKS {
+            faults.push("too many ranks".into());
         }
         if self.labels.len() > 32 {
             faults.push("at most 32 labels".into());

@@ -9,12 +9,18 @@ use http::{Method, StatusCode};
 use tokio::io::AsyncReadExt;
 
 use super::{
+    config::SidecarConfig,
     frozen::{FrozenWatch, Pulse},
     link::{Breaks, Link, LinkError},
+    vllm::Vllm,
 };
-use crate::engine::{
-    http::{HttpClient, HttpConfig, HttpError},
-    sglang::facts::{self, Bodies, Facts, FactsError, RankLoad},
+use crate::{
+    engine::{
+        facts::{Facts, FactsError, RankLoad, vocab_size_of_config},
+        http::{HttpClient, HttpConfig, HttpError},
+        sglang::facts::{self, Bodies},
+    },
+    fleet::facts::EngineKind,
 };
 
 /// Why the engine told nothing, or nothing of use.
@@ -64,7 +70,8 @@ pub struct Sighting {
     pub standing: Standing,
     /// Of every registered rank, in their order.
     pub ranks: Vec<RankSighting>,
-    /// The weights that it serves now.
+    /// The weights that it serves now; empty where it does not tell, or where its
+    /// ranks differ.
     pub weight_version: String,
 }
 
@@ -80,9 +87,69 @@ pub struct RankSighting {
 /// How often an engine that is not ready is asked why.
 const ASK_WHY_EVERY: u32 = 5;
 
-/// An engine and the connection to it.
+/// An engine and the connections to it, by what it speaks.
 #[derive(Debug)]
-pub struct Engine {
+pub enum Engine {
+    /// SGLang.
+    Sglang(Box<Sglang>),
+    /// vLLM.
+    Vllm(Box<Vllm>),
+}
+
+impl Engine {
+    pub(super) fn new(config: &SidecarConfig) -> Result<Self, String> {
+        Ok(match config.engine {
+            EngineKind::Sglang => {
+                Self::Sglang(Box::new(Sglang::new(&config.engine_url, &config.timing)?))
+            }
+            EngineKind::Vllm => Self::Vllm(Box::new(Vllm::new(config)?)),
+        })
+    }
+
+    /// How often the engine's side broke a connection.
+    pub(super) fn breaks(&self) -> Breaks {
+        match self {
+            Self::Sglang(engine) => engine.link.breaks(),
+            Self::Vllm(engine) => engine.breaks(),
+        }
+    }
+
+    /// Whether it takes work.
+    pub(super) async fn ready(&mut self) -> Result<(), EngineTrouble> {
+        match self {
+            Self::Sglang(engine) => engine.ready().await,
+            Self::Vllm(engine) => engine.ready().await,
+        }
+    }
+
+    /// Its facts as they are now.
+    pub(super) async fn facts(&mut self) -> Result<Facts, EngineTrouble> {
+        match self {
+            Self::Sglang(engine) => engine.facts().await,
+            Self::Vllm(engine) => engine.facts().await,
+        }
+    }
+
+    /// One look, all within the probe's time.
+    pub(super) async fn look(&mut self, facts: &Facts) -> Result<Sighting, EngineTrouble> {
+        let limit = match self {
+            Self::Sglang(engine) => engine.probe_timeout,
+            Self::Vllm(engine) => engine.probe_timeout(),
+        };
+        let looked = async {
+            match self {
+                Self::Sglang(engine) => engine.look(facts).await,
+                Self::Vllm(engine) => engine.look(facts).await,
+            }
+        };
+        let looked = tokio::time::timeout(limit, looked).await;
+        looked.unwrap_or(Err(LinkError::Timeout(limit).into()))
+    }
+}
+
+/// An SGLang server and the connection to it.
+#[derive(Debug)]
+pub struct Sglang {
     url: String,
     link: Link,
     http: HttpClient,
@@ -93,8 +160,8 @@ pub struct Engine {
     not_ready: Option<(Standing, u32)>,
 }
 
-impl Engine {
-    pub(super) fn new(url: &str, timing: &super::Timing) -> Result<Self, String> {
+impl Sglang {
+    fn new(url: &str, timing: &super::Timing) -> Result<Self, String> {
         Ok(Self {
             url: url.trim_end_matches('/').to_owned(),
             link: Link::new(url)?,
@@ -109,12 +176,8 @@ impl Engine {
         })
     }
 
-    pub(super) fn breaks(&self) -> Breaks {
-        self.link.breaks()
-    }
-
     /// Whether it takes work, as `/ready` says.
-    pub(super) async fn ready(&mut self) -> Result<(), EngineTrouble> {
+    async fn ready(&mut self) -> Result<(), EngineTrouble> {
         match self.link.get("/ready", self.probe_timeout).await?.0 {
             status if status.is_success() => Ok(()),
             StatusCode::SERVICE_UNAVAILABLE => Err(EngineTrouble::NotReady),
@@ -126,29 +189,23 @@ impl Engine {
     }
 
     /// Its facts as they are now.
-    pub(super) async fn facts(&mut self) -> Result<Facts, EngineTrouble> {
+    async fn facts(&mut self) -> Result<Facts, EngineTrouble> {
         let limit = self.facts_timeout;
         let server_info = self.body("/server_info", limit).await?;
         let model_info = self.body("/model_info", limit).await?;
         let models = self.body("/v1/models", limit).await?;
         let loads = self.body(LOADS, limit).await?;
         self.frozen.reset();
-        Ok(Facts::parse(Bodies {
+        let bodies = Bodies {
             server_info: &server_info,
             model_info: &model_info,
             models: &models,
             loads: &loads,
-        })?)
+        };
+        Ok(bodies.facts()?)
     }
 
-    /// One look, all within the probe's time.
-    pub(super) async fn look(&mut self, facts: &Facts) -> Result<Sighting, EngineTrouble> {
-        let limit = self.probe_timeout;
-        let looked = tokio::time::timeout(limit, self.look_unbounded(facts)).await;
-        looked.unwrap_or(Err(LinkError::Timeout(limit).into()))
-    }
-
-    async fn look_unbounded(&mut self, facts: &Facts) -> Result<Sighting, EngineTrouble> {
+    async fn look(&mut self, facts: &Facts) -> Result<Sighting, EngineTrouble> {
         let standing = match self.ready().await {
             Ok(()) => {
                 self.not_ready = None;
@@ -234,7 +291,7 @@ pub(super) async fn vocab_size(facts: &Facts, configured: Option<u32>) -> u32 {
         Some(path) if Path::new(path).is_absolute() => {
             read_bounded(&Path::new(path).join("config.json"))
                 .await
-                .and_then(|config| facts::vocab_size_of_config(&config))
+                .and_then(|config| vocab_size_of_config(&config))
         }
         _ => None,
     };

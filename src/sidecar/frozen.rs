@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use tokio::time::Instant;
 
-use crate::engine::sglang::facts::RankLoad;
+use crate::engine::facts::RankLoad;
 
 /// Beats without news before a rank is taken for dead.
 const BEATS: u32 = 3;

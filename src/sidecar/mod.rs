@@ -19,6 +19,7 @@ pub mod frozen;
 pub mod link;
 pub mod phase;
 mod register;
+mod vllm;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -37,7 +38,7 @@ use self::{
     phase::{Boot, Event, Phase},
 };
 use crate::{
-    engine::sglang::facts::Facts,
+    engine::facts::Facts,
     proto::{
         DeregisterReplicaRequest, Directive, HeartbeatRequest, RankStatus,
         ReplicaState as WireState,
@@ -139,7 +140,7 @@ impl Sidecar {
         let control = Control::new(&config.control_plane, config.timing.call_timeout)
             .map_err(|fault| faults.push(fault))
             .ok();
-        let engine = Engine::new(&config.engine_url, &config.timing).ok();
+        let engine = Engine::new(&config).ok();
         let (Some(control), Some(engine), true) = (control, engine, faults.is_empty()) else {
             return Err(SidecarError::Config(faults.join("; ")));
         };

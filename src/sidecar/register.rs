@@ -6,15 +6,14 @@ use super::{
     config::{AcceleratorConfig, SidecarConfig},
 };
 use crate::{
-    engine::sglang::facts::Facts,
+    call,
+    engine::facts::Facts,
+    fleet::facts,
     proto::{
         Accelerator, Adapter, Capabilities, EngineKind, LogprobMode, Rank, RegisterReplicaRequest,
         register_replica_request::Address,
     },
 };
-
-/// SGLang returns as many as asked for; the API asks for 20 at most.
-const MAX_TOP_LOGPROBS: u32 = 20;
 
 /// The name of this start. Where the engine tells its starts apart, the same
 /// start has the same name for every sidecar, so that a restarted sidecar does
@@ -47,7 +46,11 @@ pub(super) fn request(
         replica_id: config.replica_id.clone(),
         boot_id: boot_id.to_owned(),
         address: Some(address(config)),
-        engine: EngineKind::Sglang.into(),
+        engine: match facts.kind {
+            facts::EngineKind::Sglang => EngineKind::Sglang,
+            facts::EngineKind::Vllm => EngineKind::Vllm,
+        }
+        .into(),
         engine_version: facts.version.clone(),
         model: config.model.clone().unwrap_or_else(|| facts.model.clone()),
         vocab_size,
@@ -64,14 +67,14 @@ pub(super) fn request(
             .collect(),
         capabilities: Some(Capabilities {
             tokenizer: facts.tokenizer,
-            output_logprobs: true,
-            prompt_logprobs: true,
+            output_logprobs: facts.logprobs,
+            prompt_logprobs: facts.logprobs,
             seed: config.seed.unwrap_or(facts.deterministic),
             routed_experts: facts.routed_experts,
             structured_output: facts.structured_output,
             priority: facts.priority,
             incremental_streaming: facts.incremental_streaming,
-            max_top_logprobs: MAX_TOP_LOGPROBS,
+            max_top_logprobs: facts.max_top_logprobs,
         }),
         accelerator: accelerator(&config.accelerator, facts, gpus),
         ranks: facts
@@ -79,16 +82,20 @@ pub(super) fn request(
             .iter()
             .map(|fact| Rank {
                 rank: fact.rank,
-                endpoint: None,
-                engine_rank: Some(fact.rank),
+                endpoint: fact.endpoint.clone(),
+                engine_rank: Some(fact.engine_rank),
                 gpu_uuids: accelerator::of_rank(gpus, facts.devices, fact.rank),
                 kv_capacity_tokens: fact.kv_capacity_tokens,
                 max_running_requests: fact.max_running_requests,
             })
             .collect(),
         page_size: facts.page_size,
-        // After temperature and penalties, before top-p and top-k.
-        logprob_mode: LogprobMode::Processed.into(),
+        logprob_mode: match facts.logprob_mode {
+            call::LogprobMode::Processed => LogprobMode::Processed,
+            call::LogprobMode::Raw => LogprobMode::Raw,
+            call::LogprobMode::Unknown => LogprobMode::Unspecified,
+        }
+        .into(),
         labels: config.labels.clone().into_iter().collect(),
     }
 }
@@ -106,7 +113,7 @@ fn address(config: &SidecarConfig) -> Address {
     }
 }
 
-fn loopback_port(url: &str) -> Option<u16> {
+pub(super) fn loopback_port(url: &str) -> Option<u16> {
     let uri: http::Uri = url.parse().ok()?;
     let host = uri.host()?.trim_matches(['[', ']']);
     let loopback = host == "localhost"

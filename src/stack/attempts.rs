@@ -468,7 +468,13 @@ where
             .sampling
             .max_tokens
             .is_some_and(|m| tokens.len() >= m);
-        let kept = if params.on_lost == OnLost::Resume && !whole {
+        // vLLM names the weights at the end only: of what was lost before it none
+        // are known, and no condition on them can be said to hold.
+        let unfit = params.weights.constraint.as_ref().is_some_and(|wanted| {
+            let mut spans = tokens.weight_spans.iter();
+            spans.any(|span| !wanted.admits(&span.version))
+        });
+        let kept = if params.on_lost == OnLost::Resume && !whole && !unfit {
             let end = tokens.len();
             self.keep(tokens, base, end)
         } else {
@@ -523,7 +529,11 @@ where
         if wrong_rank {
             tracing::warn!(%target, served_rank, "the engine served on another rank than it was told");
         }
-        let last_version = tokens.weight_spans.last().map(|s| s.version.clone());
+        let last_version = tokens
+            .weight_spans
+            .last()
+            .map(|s| s.version.clone())
+            .filter(|version| !version.is_empty());
         let snapshot = self.layer.fleet.snapshot();
         if let Some(key) = pin_key(self.resolved)
             && !wrong_rank

@@ -25,7 +25,7 @@ use crate::{
         EngineClient, EngineError, EngineEvent, EngineRequest, Finish, FinishReason, SamplingRef,
         StreamMode,
     },
-    error::{Error, Reason},
+    error::Error,
     failpoint::{self, Point},
     ids::EngineRequestId,
     store::AttemptRecord,
@@ -128,22 +128,9 @@ impl Service<RoutedAttempt> for Dispatch {
     }
 
     fn call(&mut self, attempt: RoutedAttempt) -> Self::Future {
-        let client = self
-            .engines
-            .client(attempt.rank.replica.facts.engine)
-            .cloned();
-        Box::pin(async move {
-            match client {
-                Some(client) => Run { client, attempt }.run().await,
-                None => Err(AttemptFailed {
-                    failure: Failure::Fatal(Error::new(
-                        Reason::NotImplemented,
-                        "this engine kind has no client yet",
-                    )),
-                    tokens: attempt.kept,
-                }),
-            }
-        })
+        let kind = attempt.rank.replica.facts.engine;
+        let client = Arc::clone(self.engines.client(kind));
+        Box::pin(Run { client, attempt }.run())
     }
 }
 

@@ -93,9 +93,7 @@ impl Fence {
             .fleet
             .get(&target.replica)
             .map_or(EngineKind::Sglang, |status| status.facts.engine);
-        let Some(client) = self.engines.client(kind) else {
-            return Err(unknown(target));
-        };
+        let client = self.engines.client(kind);
         let mut answered = false;
         loop {
             if self.fleet.is_over(target) {

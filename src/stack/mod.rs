@@ -77,14 +77,16 @@ pub struct Parts {
 pub struct Engines {
     /// For SGLang.
     pub sglang: Arc<dyn EngineClient>,
+    /// For vLLM.
+    pub vllm: Arc<dyn EngineClient>,
 }
 
 impl Engines {
-    /// The client for an engine of this kind, if there is one.
-    pub fn client(&self, kind: EngineKind) -> Option<&Arc<dyn EngineClient>> {
+    /// The client for engines of this kind.
+    pub fn client(&self, kind: EngineKind) -> &Arc<dyn EngineClient> {
         match kind {
-            EngineKind::Sglang => Some(&self.sglang),
-            EngineKind::Vllm => None,
+            EngineKind::Sglang => &self.sglang,
+            EngineKind::Vllm => &self.vllm,
         }
     }
 }

@@ -192,8 +192,11 @@ fn needs(call: &SampleCall, model: Arc<str>) -> Needs {
         adapter: params.adapter.clone(),
         weights: params.weights.constraint.clone(),
         tokenizer: matches!(params.prompt, Prompt::Text(_))
-            || sampling.stop.as_ref().is_some_and(|s| !s.is_empty())
-            || sampling.min_tokens.is_some_and(|n| n > 0),
+            || sampling.stop.as_ref().is_some_and(|s| !s.is_empty()),
+        min_tokens: sampling.min_tokens.is_some_and(|n| n > 0),
+        odd_temperature: sampling
+            .temperature
+            .is_some_and(|t| (t > 0.0 && t < 0.01) || t > 2.0),
         output_logprobs: params.logprobs.output,
         prompt_logprobs: params.logprobs.prompt,
         top_logprobs: params.logprobs.top_k.max(params.logprobs.prompt_top_k),

@@ -9,8 +9,19 @@
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Ranks of one server at most: the limit of registration.
-const MAX_RANKS: usize = 1024;
+use crate::{
+    call::LogprobMode,
+    engine::facts::{parse, shortened, wrong},
+    fleet::facts::EngineKind,
+};
+
+pub use crate::engine::facts::{
+    AdapterFact, Devices, Facts, FactsError, MAX_RANKS, RankFact, RankLoad,
+};
+
+/// SGLang returns as many alternatives as asked for; the API asks for 20 at
+/// most.
+const MAX_TOP_LOGPROBS: u32 = 20;
 
 /// The bodies that facts are read from.
 #[derive(Clone, Copy, Debug)]
@@ -23,123 +34,6 @@ pub struct Bodies<'a> {
     pub models: &'a [u8],
     /// `/v1/loads?include=core`.
     pub loads: &'a [u8],
-}
-
-/// What does not change while a server runs, except for the weight version and
-/// the adapters.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Facts {
-    /// SGLang's version.
-    pub version: String,
-    /// The name that requests use.
-    pub model: String,
-    /// Where the model lies on the engine's machine.
-    pub model_path: Option<String>,
-    /// Where the engine tells.
-    pub vocab_size: Option<u32>,
-    /// Prompt and output together, in tokens, as the engine accepts them: the
-    /// model's length, or less where one rank's KV cache is smaller.
-    pub context_length: u32,
-    /// The weights that it serves now.
-    pub weight_version: String,
-    /// LoRA adapters.
-    pub adapters: Vec<AdapterFact>,
-    /// Text can be given and is returned.
-    pub tokenizer: bool,
-    /// Experts can be returned.
-    pub routed_experts: bool,
-    /// Outputs can be constrained.
-    pub structured_output: bool,
-    /// Greater priorities are served earlier.
-    pub priority: bool,
-    /// Streams carry deltas.
-    pub incremental_streaming: bool,
-    /// Sampling is repeatable.
-    pub deterministic: bool,
-    /// Schedulers publish nothing while they have nothing to do, so that a
-    /// timestamp that stands still says nothing about an idle rank.
-    pub sleeps_when_idle: bool,
-    /// Tokens per page of the KV cache.
-    pub page_size: u32,
-    /// In order of their number.
-    pub ranks: Vec<RankFact>,
-    /// Which devices it uses.
-    pub devices: Devices,
-    /// Differs between two starts of the server; `None` where nothing in its
-    /// answers does.
-    pub start: Option<String>,
-}
-
-/// A LoRA adapter.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AdapterFact {
-    /// As requests name it.
-    pub name: String,
-    /// Where it was loaded from.
-    pub root: String,
-}
-
-/// One data-parallel rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RankFact {
-    /// The engine's number for it.
-    pub rank: u32,
-    /// In tokens.
-    pub kv_capacity_tokens: u64,
-    /// 0 is unknown.
-    pub max_running_requests: u32,
-}
-
-/// How ranks map to the devices of the machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Devices {
-    /// Devices of one rank.
-    pub per_rank: u32,
-    /// The first.
-    pub base: u32,
-    /// From one to the next.
-    pub step: u32,
-    /// All ranks share them (attention data parallelism).
-    pub shared: bool,
-}
-
-/// Load of one rank, as `/v1/loads` has it.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct RankLoad {
-    /// The engine's number for it.
-    pub rank: u32,
-    /// When its scheduler said so, on the engine's clock. Stands still when the
-    /// scheduler is dead, and while generation is paused.
-    pub timestamp: Option<f64>,
-    /// Requests.
-    pub running: u32,
-    /// Requests.
-    pub waiting: u32,
-    /// Prompt tokens of the waiting that no cache holds.
-    pub waiting_uncached_tokens: u64,
-    /// Tokens.
-    pub kv_used_tokens: u64,
-    /// Tokens.
-    pub kv_capacity_tokens: u64,
-    /// Requests; 0 is unknown.
-    pub max_running_requests: u32,
-}
-
-/// A body that does not say what it must.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{path}: {what}")]
-pub struct FactsError {
-    /// Of the body.
-    pub path: &'static str,
-    /// What is wrong.
-    pub what: String,
-}
-
-fn wrong(path: &'static str, what: impl Into<String>) -> FactsError {
-    FactsError {
-        path,
-        what: what.into(),
-    }
 }
 
 #[derive(Deserialize)]
@@ -211,10 +105,6 @@ struct WireLoad {
     max_running_requests: Option<u32>,
 }
 
-fn parse<'a, T: Deserialize<'a>>(path: &'static str, body: &'a [u8]) -> Result<T, FactsError> {
-    serde_json::from_slice(body).map_err(|e| wrong(path, format!("not as expected: {e}")))
-}
-
 /// Loads of all ranks, in order of their number, each once.
 ///
 /// # Errors
@@ -256,23 +146,14 @@ pub fn parse_weight_version(body: &[u8]) -> Result<String, FactsError> {
     Ok(shortened(info.weight_version.unwrap_or_default(), 256))
 }
 
-/// The number of entries in a vocabulary, from a model's `config.json`.
-pub fn vocab_size_of_config(config: &[u8]) -> Option<u32> {
-    let config: Value = serde_json::from_slice(config).ok()?;
-    [&config["vocab_size"], &config["text_config"]["vocab_size"]]
-        .into_iter()
-        .find_map(Value::as_u64)
-        .and_then(|n| u32::try_from(n).ok())
-        .filter(|n| *n > 0)
-}
-
-impl Facts {
+impl Bodies<'_> {
     /// Puts the four answers together.
     ///
     /// # Errors
     /// The first thing that is missing or contradicts another. A server that is
     /// still starting may say less than it will.
-    pub fn parse(bodies: Bodies<'_>) -> Result<Self, FactsError> {
+    pub fn facts(self) -> Result<Facts, FactsError> {
+        let bodies = self;
         let server: ServerInfo = parse("/server_info", bodies.server_info)?;
         let info: ModelInfo = parse("/model_info", bodies.model_info)?;
         let models: Models = parse("/v1/models", bodies.models)?;
@@ -287,7 +168,8 @@ impl Facts {
         let ranks = ranks(&server, &loads)?;
         let tokenizer = !server.skip_tokenizer_init.unwrap_or(false);
         let shared = server.enable_dp_attention.unwrap_or(false);
-        Ok(Self {
+        Ok(Facts {
+            kind: EngineKind::Sglang,
             version: shortened(server.version.clone().unwrap_or_default(), 64),
             model,
             model_path: info.model_path.or(server.model_path.clone()),
@@ -307,6 +189,10 @@ impl Facts {
                 })
                 .collect(),
             tokenizer,
+            logprobs: true,
+            // After temperature and penalties, before top-p and top-k.
+            logprob_mode: LogprobMode::Processed,
+            max_top_logprobs: MAX_TOP_LOGPROBS,
             routed_experts: server.enable_return_routed_experts.unwrap_or(false),
             // Grammars are compiled against the tokenizer's vocabulary.
             structured_output: tokenizer
@@ -334,29 +220,6 @@ impl Facts {
             ranks,
             start: start(&server),
         })
-    }
-
-    /// Whether `other` is the same start of the same server, as far as their
-    /// facts tell. Weights and adapters change while a server runs.
-    pub fn same_start(&self, other: &Self) -> bool {
-        self.start == other.start
-            && self.version == other.version
-            && self.model == other.model
-            && self.model_path == other.model_path
-            && self.context_length == other.context_length
-            && self.page_size == other.page_size
-            && self.ranks == other.ranks
-            && self.devices == other.devices
-    }
-
-    /// Whether a registration with `other` would say anything else. The weight
-    /// version is told by every heartbeat.
-    pub fn same_registration(&self, other: &Self) -> bool {
-        let other = Self {
-            weight_version: self.weight_version.clone(),
-            ..other.clone()
-        };
-        *self == other
     }
 }
 
@@ -398,6 +261,8 @@ fn ranks(server: &ServerInfo, loads: &[RankLoad]) -> Result<Vec<RankFact>, Facts
             }
             Ok(RankFact {
                 rank: number,
+                engine_rank: number,
+                endpoint: None,
                 kv_capacity_tokens: capacity,
                 max_running_requests: load.max_running_requests,
             })
@@ -436,13 +301,6 @@ fn start(server: &ServerInfo) -> Option<String> {
     Some(format!("{frontend} {pids}"))
 }
 
-fn shortened(mut text: String, max_chars: usize) -> String {
-    if let Some((at, _)) = text.char_indices().nth(max_chars) {
-        text.truncate(at);
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -461,12 +319,13 @@ mod tests {
     }
 
     fn facts(server: &[u8], loads: &[u8]) -> Result<Facts, FactsError> {
-        Facts::parse(Bodies {
+        Bodies {
             server_info: server,
             model_info: recorded!("model_info"),
             models: recorded!("v1_models"),
             loads,
-        })
+        }
+        .facts()
     }
 
     fn changed(change: impl FnOnce(&mut Value)) -> Vec<u8> {
@@ -487,6 +346,8 @@ mod tests {
             facts.ranks,
             [RankFact {
                 rank: 0,
+                engine_rank: 0,
+                endpoint: None,
                 kv_capacity_tokens: 32768,
                 max_running_requests: 2048
             }]
@@ -575,25 +436,5 @@ mod tests {
         let twice = br#"{"loads":[{"dp_rank":0},{"dp_rank":0}]}"#;
         assert!(parse_loads(twice).is_err());
         assert!(parse_loads(b"Internal Server Error").is_err());
-    }
-
-    #[test]
-    fn the_vocabulary_stands_in_either_place_of_a_config() {
-        assert_eq!(
-            vocab_size_of_config(br#"{"vocab_size": 151936}"#),
-            Some(151_936)
-        );
-        assert_eq!(
-            vocab_size_of_config(br#"{"text_config": {"vocab_size": 7}}"#),
-            Some(7)
-        );
-        for none in [
-            &b"{}"[..],
-            br#"{"vocab_size": 0}"#,
-            b"no",
-            br#"{"vocab_size": -1}"#,
-        ] {
-            assert_eq!(vocab_size_of_config(none), None);
-        }
     }
 }

@@ -8,23 +8,23 @@
 //!   error.
 
 pub mod facts;
-mod refusal;
 mod request;
-pub mod sse;
 mod transcript;
 mod wire;
+mod words;
 
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
-use http::{Method, header};
+use futures_util::{FutureExt, future::BoxFuture};
+use http::{HeaderMap, Method, StatusCode};
 
-use self::{sse::SseParser, transcript::Transcript};
+use self::{transcript::Transcript, words::WORDS};
 use crate::{
     engine::{
-        EngineClient, EngineError, EngineEvent, EngineRequest, EngineStream, Finish, StreamMode,
-        http::{HttpClient, HttpError, Reply, ReplyBody},
+        EngineClient, EngineError, EngineRequest, EngineStream, StreamMode,
+        attempt::{self, Ask, Dialect},
+        http::HttpClient,
     },
     ids::EngineRequestId,
 };
@@ -70,158 +70,40 @@ impl SglangClient {
     pub fn new(http: HttpClient, config: SglangConfig) -> Self {
         Self { http, config }
     }
+}
 
-    /// Sends the request and gives what follows from the head of the reply.
-    async fn start(&self, request: &EngineRequest) -> Result<Phase, EngineError> {
-        let body = request::body(request)?;
-        let reply = self
-            .http
-            .send(Method::POST, &request.url, "/generate", Some(body))
-            .await?;
-        if !reply.status.is_success() {
-            let body = refusal::read_body(reply.body).await;
-            return Err(refusal::of_reply(reply.status, &reply.headers, &body));
-        }
-        if reply.headers.contains_key(header::CONTENT_ENCODING) {
-            return Err(EngineError::BadReply("a compressed reply".into()));
-        }
-        let transcript = Transcript::new(request, self.config.max_frame_bytes);
-        if request.stream == StreamMode::Plain {
-            return self.plain(reply, transcript).await;
-        }
-        let streams = reply
-            .headers
-            .get(header::CONTENT_TYPE)
-            .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
-        if !streams {
-            return Err(EngineError::BadReply("no event stream".into()));
-        }
-        Ok(Phase::Streaming(Box::new(Streaming {
-            body: reply.body,
-            parser: SseParser::new(self.config.max_frame_bytes),
-            transcript,
-            finish: None,
-        })))
+impl Dialect for SglangClient {
+    type Transcript = Transcript;
+
+    fn http(&self) -> &HttpClient {
+        &self.http
     }
 
-    async fn plain(&self, reply: Reply, mut transcript: Transcript) -> Result<Phase, EngineError> {
-        let body = reply.body.collect(self.config.max_frame_bytes).await?;
-        let step = transcript.accept(&body)?;
-        let finish = step
-            .finish
-            .ok_or_else(|| EngineError::BadReply("a reply without a finish reason".into()))?;
-        Ok(Phase::Ready(
-            step.chunk
-                .map(EngineEvent::Tokens)
-                .into_iter()
-                .chain([EngineEvent::Finished(finish)])
-                .collect(),
-        ))
+    fn max_frame_bytes(&self) -> usize {
+        self.config.max_frame_bytes
     }
-}
 
-/// Where an attempt stands.
-///
-/// `Unsent` -> `Ready` (a plain reply is there) | `Streaming`; both -> `Over`
-/// with their last event or first error.
-enum Phase {
-    Unsent(Box<(SglangClient, EngineRequest)>),
-    Ready(VecDeque<EngineEvent>),
-    Streaming(Box<Streaming>),
-    Over,
-}
-
-struct Streaming {
-    body: ReplyBody,
-    parser: SseParser,
-    transcript: Transcript,
-    /// Held until the end mark.
-    finish: Option<Box<Finish>>,
-}
-
-/// How long a connection is given to end its reply after the end mark.
-const TAIL: Duration = Duration::from_secs(1);
-
-impl Phase {
-    async fn next(mut self) -> Option<(Result<EngineEvent, EngineError>, Self)> {
-        loop {
-            self = match self {
-                Self::Unsent(unsent) => match unsent.0.start(&unsent.1).await {
-                    Ok(phase) => phase,
-                    Err(error) => return Some((Err(error), Self::Over)),
-                },
-                Self::Ready(mut events) => {
-                    let event = events.pop_front()?;
-                    return Some((Ok(event), Self::Ready(events)));
-                }
-                Self::Streaming(mut streaming) => {
-                    return Some(match streaming.next().await {
-                        Ok(Some(event)) => (Ok(event), Self::Streaming(streaming)),
-                        Ok(None) => {
-                            let Streaming { body, finish, .. } = *streaming;
-                            match finish {
-                                Some(finish) => {
-                                    // The connection can serve again once the
-                                    // few bytes after the mark are read; the
-                                    // caller need not wait for them.
-                                    tokio::spawn(body.finish(TAIL));
-                                    (Ok(EngineEvent::Finished(finish)), Self::Over)
-                                }
-                                None => (
-                                    Err(EngineError::Lost(
-                                        "the end mark came without a finish".into(),
-                                    )),
-                                    Self::Over,
-                                ),
-                            }
-                        }
-                        Err(error) => (Err(error), Self::Over),
-                    });
-                }
-                Self::Over => return None,
-            };
-        }
+    fn ask(&self, request: &EngineRequest) -> Result<Ask, EngineError> {
+        Ok(Ask {
+            path: "/generate",
+            headers: HeaderMap::new(),
+            body: request::body(request)?,
+            stream: request.stream != StreamMode::Plain,
+        })
     }
-}
 
-impl Streaming {
-    /// The next tokens; `None` at the end mark.
-    async fn next(&mut self) -> Result<Option<EngineEvent>, EngineError> {
-        loop {
-            let event = self
-                .parser
-                .next_event()
-                .map_err(|_| EngineError::BadReply("a frame is too large".into()))?;
-            if let Some(data) = event {
-                if data.trim_ascii() == b"[DONE]" {
-                    return Ok(None);
-                }
-                let step = self.transcript.accept(&data)?;
-                if step.finish.is_some() {
-                    self.finish = step.finish;
-                }
-                if let Some(chunk) = step.chunk {
-                    return Ok(Some(EngineEvent::Tokens(chunk)));
-                }
-                continue;
-            }
-            match self.body.next().await? {
-                Some(bytes) => self.parser.push(&bytes),
-                None => {
-                    return Err(EngineError::Lost(format!(
-                        "the stream ended without its end mark after {} tokens",
-                        self.transcript.received()
-                    )));
-                }
-            }
-        }
+    fn transcript(&self, request: &EngineRequest) -> Transcript {
+        Transcript::new(request, self.config.max_frame_bytes)
+    }
+
+    fn refused(&self, status: StatusCode, headers: &HeaderMap, body: &[u8]) -> EngineError {
+        WORDS.of_reply(status, headers, body)
     }
 }
 
 impl EngineClient for SglangClient {
     fn generate(&self, request: EngineRequest) -> EngineStream {
-        let unsent = Phase::Unsent(Box::new((self.clone(), request)));
-        stream::unfold(unsent, |phase| phase.next().boxed()).boxed()
+        attempt::run(self.clone(), request)
     }
 
     fn abort(
@@ -267,18 +149,6 @@ impl SglangClient {
         if status.is_success() {
             return Ok(());
         }
-        Err(refusal::of_reply(status, &headers, &body))
-    }
-}
-
-impl From<HttpError> for EngineError {
-    fn from(error: HttpError) -> Self {
-        let message = error.to_string();
-        match error {
-            HttpError::Refused(_) => Self::Refused(message),
-            // Whether the engine has it is unknown.
-            HttpError::Lost(_) | HttpError::Timeout(_) => Self::Lost(message),
-            HttpError::TooLarge(_) | HttpError::Protocol(_) => Self::BadReply(message),
-        }
+        Err(WORDS.of_reply(status, &headers, &body))
     }
 }

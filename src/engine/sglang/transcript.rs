@@ -6,15 +6,16 @@
 use base64::Engine as _;
 
 use super::{
-    refusal, request,
+    request,
     wire::{Entry, Frame, Matched, Meta, WireFinish, WireSpan},
+    words::WORDS,
 };
 use crate::{
     call::{
         LogprobsWanted, MatchedStop, Prompt, PromptLogprobs, RoutedExperts, TopLogprobs, Usage,
         WeightSpan,
     },
-    engine::{EngineError, EngineRequest, Finish, FinishReason, StreamMode, TokenChunk},
+    engine::{EngineError, EngineRequest, Finish, FinishReason, StreamMode, TokenChunk, attempt},
 };
 
 /// Characters of a weight version at most.
@@ -24,7 +25,7 @@ const MAX_VERSION: usize = 256;
 const NOT_A_NUMBER: &str = "NaN happened";
 
 /// What has been received of one attempt.
-pub(super) struct Transcript {
+pub(in crate::engine) struct Transcript {
     id: String,
     prompt: Prompt,
     max_tokens: u32,
@@ -42,12 +43,8 @@ pub(super) struct Transcript {
     /// scheduler's abort names none for them.
     observed: Vec<WeightSpan>,
     finished: bool,
-}
-
-/// What one frame adds.
-pub(super) struct Step {
-    pub(super) chunk: Option<TokenChunk>,
-    pub(super) finish: Option<Box<Finish>>,
+    /// Held until the end mark.
+    finish: Option<Box<Finish>>,
 }
 
 impl Transcript {
@@ -66,19 +63,25 @@ impl Transcript {
             max_text,
             observed: Vec::new(),
             finished: false,
+            finish: None,
         }
     }
+}
 
-    pub(super) fn received(&self) -> u32 {
+impl attempt::Transcript for Transcript {
+    fn received(&self) -> u32 {
         self.received
     }
 
-    /// Takes a whole reply, or one frame.
-    pub(super) fn accept(&mut self, json: &[u8]) -> Result<Step, EngineError> {
+    fn finish(&mut self) -> Result<Option<Box<Finish>>, EngineError> {
+        Ok(self.finish.take())
+    }
+
+    fn accept(&mut self, json: &[u8]) -> Result<Option<TokenChunk>, EngineError> {
         let frame: Frame<'_> =
             serde_json::from_slice(json).map_err(|e| bad(format!("not a reply: {}", place(&e))))?;
         if let Some(error) = frame.error {
-            return Err(refusal::of_frame(error.get().as_bytes()));
+            return Err(WORDS.of_frame(error.get().as_bytes()));
         }
         if self.finished {
             return Err(bad("a frame after the finish"));
@@ -96,17 +99,16 @@ impl Transcript {
         if !thin {
             self.take_text(frame.text)?;
         }
-        let finish = match &meta.finish_reason {
-            None => None,
-            Some(reason) => {
-                let reason = finish_reason(reason)?;
-                self.finished = true;
-                Some(Box::new(self.finish(reason, meta, thin)?))
-            }
-        };
-        Ok(Step { chunk, finish })
+        if let Some(reason) = &meta.finish_reason {
+            let reason = finish_reason(reason)?;
+            self.finished = true;
+            self.finish = Some(Box::new(self.ended(reason, meta, thin)?));
+        }
+        Ok(chunk)
     }
+}
 
+impl Transcript {
     /// An abort before any token that says with a status why nothing was
     /// taken: in streams SGLang sends a full queue and refusals like this.
     fn refused(&self, meta: &Meta<'_>, ids: usize) -> Option<EngineError> {
@@ -115,7 +117,7 @@ impl Transcript {
             return None;
         }
         let code = reason.status_code.filter(|code| *code >= 400)?;
-        Some(refusal::of_status(code, reason.message.as_deref(), None))
+        Some(WORDS.of_status(code, reason.message.as_deref(), None))
     }
 
     /// What `ids` adds to the tokens so far, with its log probabilities.
@@ -270,7 +272,7 @@ impl Transcript {
         Ok(())
     }
 
-    fn finish(
+    fn ended(
         &mut self,
         reason: FinishReason,
         mut meta: Meta<'_>,
@@ -450,7 +452,7 @@ fn finish_reason(reason: &WireFinish) -> Result<FinishReason, EngineError> {
     match reason.kind.as_str() {
         "length" => Ok(FinishReason::Length),
         "abort" => Ok(FinishReason::Aborted {
-            message: refusal::abort_message(reason.message.as_deref()),
+            message: WORDS.abort_message(reason.message.as_deref()),
         }),
         "stop" => match &reason.matched {
             // Its tokens are no sample of the model.

@@ -23,9 +23,23 @@ pub enum Profile {
     Instant,
 }
 
+/// Which engine's HTTP.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Dialect {
+    /// SGLang's.
+    #[default]
+    Sglang,
+    /// vLLM's.
+    Vllm,
+}
+
 /// A simulated engine. The defaults are Qwen3-8B on one H100.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
+    /// What it speaks.
+    pub dialect: Dialect,
+    /// vLLM's routes of development mode: facts, pause, weights, aborts by id.
+    pub dev_mode: bool,
     /// The model's name.
     pub model: String,
     /// Ids are below this; one that is not ends the engine.
@@ -78,6 +92,8 @@ pub struct SimConfig {
 impl Default for SimConfig {
     fn default() -> Self {
         Self {
+            dialect: Dialect::default(),
+            dev_mode: true,
             model: "Qwen/Qwen3-8B".into(),
             vocab_size: 151_936,
             context_length: 16_384,

@@ -1,5 +1,5 @@
-//! Every route but `/generate`: health, facts, load, aborts, pause, weights,
-//! and the engine's own `/sim`.
+//! Every route of SGLang's but `/generate`: health, facts, load, aborts, pause,
+//! weights; and what all engines have, their own `/sim`.
 
 use std::{sync::Arc, sync::atomic::Ordering};
 
@@ -16,6 +16,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
+    config::Dialect,
     driver::Selector,
     engine::{End, Engine, PauseMode},
     faults::{Hang, Order},
@@ -29,6 +30,20 @@ type Shared = State<Arc<Engine>>;
 const MOST_BODY: usize = 32 << 20;
 
 pub(super) fn router(engine: Arc<Engine>) -> Router {
+    let own = match engine.config.dialect {
+        Dialect::Sglang => sglang(),
+        Dialect::Vllm => super::vllm::routes(engine.config.dev_mode),
+    };
+    own.route("/sim/history", get(history))
+        .route("/sim/faults", get(faults).post(set_faults))
+        .route("/sim/terminate/{how}", post(terminate))
+        .fallback(not_found)
+        .layer(from_fn_with_state(Arc::clone(&engine), outermost))
+        .layer(DefaultBodyLimit::max(MOST_BODY))
+        .with_state(engine)
+}
+
+fn sglang() -> Router<Arc<Engine>> {
     Router::new()
         .route(
             "/generate",
@@ -47,13 +62,6 @@ pub(super) fn router(engine: Arc<Engine>) -> Router {
         .route("/pause_generation", post(pause))
         .route("/continue_generation", post(resume))
         .route("/update_weight_version", post(update_weight_version))
-        .route("/sim/history", get(history))
-        .route("/sim/faults", get(faults).post(set_faults))
-        .route("/sim/terminate/{how}", post(terminate))
-        .fallback(not_found)
-        .layer(from_fn_with_state(Arc::clone(&engine), outermost))
-        .layer(DefaultBodyLimit::max(MOST_BODY))
-        .with_state(engine)
 }
 
 /// Hangs where that is asked for, and signs the reply as the real server does.
@@ -82,7 +90,7 @@ async fn wrong_method() -> Response {
 }
 
 /// A reply without body, and without a type for it.
-fn bare(status: StatusCode) -> Response {
+pub(super) fn bare(status: StatusCode) -> Response {
     text(status, "")
 }
 

@@ -72,6 +72,8 @@ pub(super) enum Selector {
     All,
     /// Every id that begins so.
     Prefix(Arc<str>),
+    /// These ids and no others.
+    Exact(Arc<[Arc<str>]>),
     Job(JobId),
 }
 
@@ -288,6 +290,12 @@ impl Driver {
                 .jobs
                 .iter()
                 .filter(|(_, waiter)| waiter.rid.starts_with(&**prefix))
+                .map(|(id, _)| *id)
+                .collect(),
+            Selector::Exact(rids) => self
+                .jobs
+                .iter()
+                .filter(|(_, waiter)| rids.contains(&waiter.rid))
                 .map(|(id, _)| *id)
                 .collect(),
         };

@@ -45,6 +45,8 @@ impl Rig {
             seed: 0,
             stop_ids: Vec::new(),
             ignore_eos: true,
+            stops_past_eos: false,
+            min_new: 0,
             compute_from: None,
             namespace: "".into(),
             priority: 0,

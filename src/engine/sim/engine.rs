@@ -2,7 +2,7 @@
 //! live, pause, weight version and faults.
 
 use std::{
-    collections::HashSet,
+    collections::HashMap,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -14,7 +14,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::{
-    config::SimConfig,
+    config::{Dialect, SimConfig},
     driver::{Command, Driver, Selector, Snapshot, Submission, parking::Mutex},
     faults::Faults,
     history::{Clock, History},
@@ -29,6 +29,21 @@ pub(super) const HEALTH_TIMEOUT: Duration = Duration::from_secs(20);
 pub(super) const DISCONNECT_POLL: Duration = Duration::from_secs(4);
 /// How long after its last request a terminated engine ends.
 const AFTER_DRAIN: Duration = Duration::from_secs(2);
+
+/// How long vLLM's front outlives its engine.
+const AFTER_ERROR: Duration = Duration::from_millis(200);
+/// After how long vLLM's front ends when the engine of one rank has died.
+const AFTER_RANK: Duration = Duration::from_secs(11);
+
+/// The front says that its engine is dead, and ends after a while.
+fn outlive(errored: &watch::Sender<bool>, root: &CancellationToken, wait: Duration) {
+    errored.send_replace(true);
+    let root = root.clone();
+    tokio::spawn(async move {
+        tokio::time::sleep(wait).await;
+        root.cancel();
+    });
+}
 
 /// Why an engine is no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,10 +95,13 @@ pub(super) struct Engine {
     /// A message went to a dead rank: nothing is dispatched any more.
     pub(super) wedged: AtomicBool,
     pub(super) draining: AtomicBool,
+    /// The engine behind a vLLM front has died: the front says so for a moment.
+    pub(super) errored: watch::Sender<bool>,
     pub(super) refuse: watch::Sender<bool>,
     pub(super) faults: Mutex<Faults>,
     version: Mutex<Arc<str>>,
-    live: Mutex<HashSet<Arc<str>>>,
+    /// Ids that are live, and how often.
+    live: Mutex<HashMap<Arc<str>, usize>>,
     /// Calls of `/generate` that have not been answered.
     calls: AtomicUsize,
     call_ended: Notify,
@@ -104,7 +122,12 @@ impl Drop for Live {
     fn drop(&mut self) {
         let mut live = self.engine.live.lock();
         for rid in &self.rids {
-            live.remove(rid);
+            if let Some(times) = live.get_mut(rid) {
+                *times -= 1;
+                if *times == 0 {
+                    live.remove(rid);
+                }
+            }
         }
     }
 }
@@ -129,11 +152,16 @@ impl Engine {
         let version: Arc<str> = config.weight_version.as_str().into();
         let dispatched = Arc::new(AtomicUsize::new(0));
         let end = Arc::new(Mutex::new(None));
+        let errored = watch::Sender::new(false);
         let crash = {
             let (root, end) = (root.clone(), Arc::clone(&end));
+            let (errored, dialect) = (errored.clone(), config.dialect);
             Arc::new(move || {
                 end.lock().get_or_insert(End::OutOfVocabulary);
-                root.cancel();
+                match dialect {
+                    Dialect::Sglang => root.cancel(),
+                    Dialect::Vllm => outlive(&errored, &root, AFTER_ERROR),
+                }
             })
         };
         let ranks = (0..config.ranks).map(|_| {
@@ -179,10 +207,11 @@ impl Engine {
             paused: watch::Sender::new(false),
             wedged: AtomicBool::new(false),
             draining: AtomicBool::new(false),
+            errored,
             refuse: watch::Sender::new(false),
             faults: Mutex::new(Faults::default()),
             version: Mutex::new(version),
-            live: Mutex::new(HashSet::new()),
+            live: Mutex::new(HashMap::new()),
             calls: AtomicUsize::new(0),
             call_ended: Notify::new(),
             dispatched,
@@ -190,6 +219,19 @@ impl Engine {
             next_job: AtomicU64::new(0),
             end,
         })
+    }
+
+    /// What becomes of a vLLM server when the engine of one rank dies: what runs
+    /// on the others is aborted, whoever waits for the dead one waits on, and the
+    /// server ends.
+    fn lose_rank(self: &Arc<Self>) {
+        self.abort(&Selector::All);
+        let (engine, wait) = (Arc::clone(self), self.config.scaled(AFTER_RANK));
+        let root = self.root.clone();
+        self.tasks.spawn(async move {
+            root.run_until_cancelled(tokio::time::sleep(wait)).await;
+            engine.end(End::Died);
+        });
     }
 
     /// Ends everything now.
@@ -213,17 +255,30 @@ impl Engine {
     pub(super) fn make_live(self: &Arc<Self>, rids: &[Arc<str>]) -> Result<Live, Arc<str>> {
         let mut live = self.live.lock();
         for (at, rid) in rids.iter().enumerate() {
-            if !live.insert(Arc::clone(rid)) {
+            if live.contains_key(rid) {
                 for rid in &rids[..at] {
                     live.remove(rid);
                 }
                 return Err(Arc::clone(rid));
             }
+            live.insert(Arc::clone(rid), 1);
         }
         Ok(Live {
             engine: Arc::clone(self),
             rids: rids.to_vec(),
         })
+    }
+
+    /// Makes ids live that may be live already.
+    pub(super) fn make_live_again(self: &Arc<Self>, rids: &[Arc<str>]) -> Live {
+        let mut live = self.live.lock();
+        for rid in rids {
+            *live.entry(Arc::clone(rid)).or_default() += 1;
+        }
+        Live {
+            engine: Arc::clone(self),
+            rids: rids.to_vec(),
+        }
     }
 
     /// The rank that serves: the one asked for, else each in turn.
@@ -283,12 +338,16 @@ impl Engine {
         self.tell_all(|| Command::Abort(selector.clone()));
     }
 
-    /// As `/abort_request` does it: whoever is not dispatched yet is not met.
+    /// As a request to abort does it: whoever is not dispatched yet is not met.
     pub(super) fn abort_by_request(&self, selector: &Selector) {
         let met = match selector {
             Selector::Prefix(prefix) => {
                 let live = self.live.lock();
-                live.iter().any(|rid| rid.starts_with(&**prefix))
+                live.keys().any(|rid| rid.starts_with(&**prefix))
+            }
+            Selector::Exact(rids) => {
+                let live = self.live.lock();
+                rids.iter().any(|rid| live.contains_key(rid))
             }
             _ => true,
         };
@@ -313,6 +372,11 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// Whether any rank has work.
+    pub(super) fn runs(&self) -> bool {
+        self.dispatched.load(Ordering::SeqCst) > 0
     }
 
     pub(super) fn resume(&self) {
@@ -353,13 +417,16 @@ impl Engine {
     }
 
     /// Puts these faults in force, in place of those before.
-    pub(super) fn set_faults(&self, faults: Faults) {
+    pub(super) fn set_faults(self: &Arc<Self>, faults: Faults) {
         let slow = faults.slow.filter(|f| f.is_finite() && *f >= 0.0);
         self.tell_all(|| Command::Slow(slow.unwrap_or(1.0)));
         for &rank in &faults.dead_ranks {
             self.tell(rank, Command::Die);
-            if let Some(link) = self.ranks.get(rank as usize) {
-                link.dead.store(true, Ordering::SeqCst);
+            if let Some(link) = self.ranks.get(rank as usize)
+                && !link.dead.swap(true, Ordering::SeqCst)
+                && self.config.dialect == Dialect::Vllm
+            {
+                self.lose_rank();
             }
         }
         self.refuse.send_if_modified(|refuse| {

@@ -65,7 +65,7 @@ pub(super) async fn generate(
 
 /// What a fault does to this call.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Struck {
+pub(super) enum Struck {
     No,
     Hang,
     Cut,
@@ -75,7 +75,7 @@ enum Struck {
     Drop(u32),
 }
 
-fn strike(engine: &Engine) -> Struck {
+pub(super) fn strike(engine: &Engine) -> Struck {
     let mut faults = engine.faults.lock();
     if faults.hang.is_some() {
         return Struck::Hang;
@@ -144,7 +144,7 @@ async fn serve(
 }
 
 /// Counts a stream that is dropped.
-fn drop_now(engine: &Engine) -> Struck {
+pub(super) fn drop_now(engine: &Engine) -> Struck {
     let mut faults = engine.faults.lock();
     let Some(drop) = faults.drop_stream else {
         return Struck::No;
@@ -210,7 +210,7 @@ async fn plain(
             () = &mut gone, if !found_gone => {
                 found_gone = true;
                 engine.history.lock().counters.disconnects += 1;
-                for job in running.jobs.iter().flatten() {
+                for job in running.flight.jobs.iter().flatten() {
                     engine.abort(&Selector::Job(*job));
                 }
                 continue;
@@ -294,7 +294,7 @@ fn streamed(
 /// A stream ends like a dead engine's: without a word.
 #[derive(Debug, thiserror::Error)]
 #[error("the stream is dropped")]
-struct Dropped;
+pub(super) struct Dropped;
 
 async fn advance(stage: Stage) -> Option<(Result<Vec<u8>, Dropped>, Stage)> {
     let (mut running, struck) = match stage {
@@ -322,7 +322,7 @@ async fn advance(stage: Stage) -> Option<(Result<Vec<u8>, Dropped>, Stage)> {
                 {
                     // What was sent before leaves before the connection breaks.
                     tokio::time::sleep(Duration::from_millis(5)).await;
-                    running.engine.history.lock().counters.cut += 1;
+                    running.flight.engine.history.lock().counters.cut += 1;
                     return Some((Err(Dropped), Stage::Over));
                 }
                 return Some((Ok(sse(&json)), Stage::Running(running, struck)));
@@ -332,6 +332,7 @@ async fn advance(stage: Stage) -> Option<(Result<Vec<u8>, Dropped>, Stage)> {
     }
 }
 
-fn sse(json: &[u8]) -> Vec<u8> {
+/// A frame of an event stream.
+pub(super) fn sse(json: &[u8]) -> Vec<u8> {
     [b"data: ", json, b"\n\n"].concat()
 }

@@ -1,5 +1,6 @@
-//! A simulated engine that speaks SGLang's HTTP and behaves as the recordings
-//! of the real one show, the unkind parts included.
+//! A simulated engine that speaks SGLang's or vLLM's HTTP and behaves as the
+//! recordings of the real ones show, the unkind parts included. The fronts differ;
+//! ranks, caches and times are the same.
 //!
 //! - [`scheduler`]: one rank, pure: queue, batch, radix cache, time.
 //! - [`timing`]: what a step costs, and where the numbers come from.
@@ -16,6 +17,7 @@ mod control;
 mod driver;
 mod engine;
 mod faults;
+mod flight;
 mod generate;
 mod history;
 mod info;
@@ -27,8 +29,9 @@ pub mod scheduler;
 mod server;
 pub mod timing;
 pub mod tokens;
+mod vllm;
 
-pub use config::{Profile, SimConfig};
+pub use config::{Dialect, Profile, SimConfig};
 pub use engine::{End, PauseMode};
 pub use faults::{Cut, CutWhen, DropStream, Faults, Hang, Times};
 pub use history::{Counters, How, Record};

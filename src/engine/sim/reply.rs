@@ -219,7 +219,6 @@ impl Sequence {
         prompt: &[u32],
         logprobs: Option<(usize, usize)>,
         vocab: u32,
-        rank: Option<u32>,
         arrived: Instant,
     ) -> Self {
         Self {
@@ -228,10 +227,15 @@ impl Sequence {
             output: Vec::new(),
             logprobs: logprobs.map(|(start, top)| Logprobs::of_prompt(prompt, start, top, vocab)),
             cached: 0,
-            rank,
+            rank: None,
             arrived,
             framed: false,
         }
+    }
+
+    /// Which rank serves it, where there are several.
+    pub(super) fn served_by(&mut self, rank: Option<u32>) {
+        self.rank = rank;
     }
 
     /// Output tokens so far.

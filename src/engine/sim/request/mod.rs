@@ -14,12 +14,11 @@ use axum::http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-pub(super) use self::sampling::Sampling;
 use self::{
     body::{Body, Ids},
     sampling::SamplingParams,
 };
-use super::config::SimConfig;
+use super::{config::SimConfig, flight::Sampling};
 
 /// A request that the first two gates let through.
 #[derive(Debug)]

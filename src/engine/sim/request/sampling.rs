@@ -3,6 +3,8 @@
 use serde::Deserialize;
 use serde_json::{Number, Value};
 
+use crate::engine::sim::flight::Sampling;
+
 /// All keys that the real engine knows, in its order: the refusal lists them.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -45,17 +47,6 @@ enum StopStrings {
     Many(Vec<String>),
 }
 
-/// Sampling as a rank needs it.
-#[derive(Clone, Debug)]
-pub(in crate::engine::sim) struct Sampling {
-    /// Unset: as many as fit.
-    pub(in crate::engine::sim) max_new: Option<u32>,
-    pub(in crate::engine::sim) stop_ids: Vec<u32>,
-    pub(in crate::engine::sim) ignore_eos: bool,
-    pub(in crate::engine::sim) seed: u64,
-    pub(in crate::engine::sim) stream_interval: Option<u32>,
-}
-
 impl SamplingParams {
     pub(super) fn max_new(&self) -> Option<i64> {
         self.max_new_tokens
@@ -96,6 +87,9 @@ impl SamplingParams {
                 .filter_map(|&id| u32::try_from(id).ok())
                 .collect(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
+            min_new: 0,
+            stops_past_eos: false,
+            compute_from: None,
             seed: self.sampling_seed.unwrap_or(0).cast_unsigned(),
             stream_interval: self
                 .stream_interval

@@ -247,7 +247,9 @@ impl Rank {
 
     /// Appends the next token and decides whether it was the last.
     fn generate(&mut self, mut request: Request, events: &mut Vec<Event>) {
-        let eos = (!request.job.ignore_eos).then_some(self.config.eos);
+        // Before it may end, its end is not drawn.
+        let early = request.output_u32() < request.job.min_new;
+        let eos = (!request.job.ignore_eos && !early).then_some(self.config.eos);
         let token =
             request
                 .rolling
@@ -268,9 +270,7 @@ impl Rank {
             Some(Ended::Aborted)
         } else if total >= request.job.max_new {
             Some(Ended::Length)
-        } else if !request.job.ignore_eos
-            && (token == self.config.eos.id || request.job.stop_ids.contains(&token))
-        {
+        } else if total > request.job.min_new && request.ended_by(token, self.config.eos.id) {
             Some(Ended::Stop(token))
         } else {
             None

@@ -21,9 +21,13 @@ pub struct Job {
     pub seed: u64,
     /// Ids that end it, besides the model's end of sequence.
     pub stop_ids: Vec<u32>,
-    /// Nothing ends it but its length: neither the end of sequence nor
-    /// `stop_ids`.
+    /// Nothing ends it but its length: neither the end of sequence nor, without
+    /// `stops_past_eos`, `stop_ids`.
     pub ignore_eos: bool,
+    /// `stop_ids` end it all the same.
+    pub stops_past_eos: bool,
+    /// Nothing but its length ends it before it has so many tokens.
+    pub min_new: u32,
     /// Prompt tokens from here on are computed even where they are cached,
     /// because their log probabilities were asked for.
     pub compute_from: Option<usize>,

@@ -64,6 +64,13 @@ impl Request {
         u32::try_from(self.output()).unwrap_or(u32::MAX)
     }
 
+    /// Whether this token is an end of it.
+    fn ended_by(&self, token: u32, eos: u32) -> bool {
+        let job = &self.job;
+        (!job.ignore_eos && token == eos)
+            || ((!job.ignore_eos || job.stops_past_eos) && job.stop_ids.contains(&token))
+    }
+
     /// Tokens that it may still generate.
     fn remaining(&self) -> usize {
         (self.job.max_new as usize).saturating_sub(self.output())

@@ -39,6 +39,8 @@ fn job(id: u64, prompt: Vec<u32>, max_new: u32) -> Job {
         seed: 0,
         stop_ids: Vec::new(),
         ignore_eos: true,
+        stops_past_eos: false,
+        min_new: 0,
         compute_from: None,
         namespace: "".into(),
         priority: 0,

@@ -1,4 +1,4 @@
-//! Server-sent events, as far as SGLang uses them: `data` lines and comments.
+//! Server-sent events, as far as engines use them: `data` lines and comments.
 //! Whatever the pieces in which bytes arrive, the events are the same; no
 //! event, and nothing held between two, is larger than the limit; bytes that
 //! are no events are skipped and never panic.

@@ -1,0 +1,264 @@
+//! vLLM as its sidecar sees it: one server with any number of ranks, or one for
+//! each rank. A look asks what the server's front answers by itself, and in
+//! development mode two questions that go to the engine: whether it is paused, and
+//! which weights it serves.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::StatusCode;
+
+use super::{
+    SidecarConfig,
+    engine::{EngineTrouble, RankSighting, Sighting, Standing},
+    frozen::Pulse,
+    link::{Breaks, Link},
+};
+use crate::{
+    call::LogprobMode,
+    engine::{
+        facts::{Facts, RankLoad},
+        vllm::{
+            GENERATE,
+            facts::{self, Bodies},
+            metrics,
+        },
+    },
+};
+
+/// The servers of a replica and the connections to them.
+#[derive(Debug)]
+pub struct Vllm {
+    servers: Vec<Server>,
+    logprob_mode: Option<LogprobMode>,
+    probe_timeout: Duration,
+    facts_timeout: Duration,
+}
+
+#[derive(Debug)]
+struct Server {
+    /// Where it listens, if that is not where the replica does.
+    endpoint: Option<String>,
+    link: Link,
+    /// It answers the questions of development mode.
+    tells: bool,
+}
+
+/// Answers of one server.
+struct Answers {
+    version: Bytes,
+    models: Bytes,
+    metrics: Bytes,
+    server_info: Option<Bytes>,
+    weight_info: Option<Bytes>,
+}
+
+const METRICS: &str = "/metrics";
+const SERVER_INFO: &str = "/server_info?config_format=json";
+const WEIGHT_INFO: &str = "/weight_info";
+
+impl Vllm {
+    pub(super) fn new(config: &SidecarConfig) -> Result<Self, String> {
+        let server = |url: &String, endpoint| {
+            Ok::<_, String>(Server {
+                endpoint,
+                link: Link::new(url)?,
+                tells: false,
+            })
+        };
+        let mut servers = vec![server(&config.engine_url, None)?];
+        for url in &config.rank_urls {
+            let endpoint = url.trim_end_matches('/').to_owned();
+            servers.push(server(url, Some(endpoint))?);
+        }
+        Ok(Self {
+            servers,
+            logprob_mode: config.logprob_mode,
+            probe_timeout: config.timing.probe_timeout,
+            facts_timeout: config.timing.facts_timeout,
+        })
+    }
+
+    pub(super) fn probe_timeout(&self) -> Duration {
+        self.probe_timeout
+    }
+
+    /// Of all servers: any that restarts ends the replica's start.
+    pub(super) fn breaks(&self) -> Breaks {
+        self.servers.iter().map(|server| server.link.breaks()).fold(
+            Breaks::default(),
+            |all, one| Breaks {
+                lost: all.lost + one.lost,
+                refused: all.refused + one.refused,
+            },
+        )
+    }
+
+    /// `/health` answers without generating anything.
+    pub(super) async fn ready(&mut self) -> Result<(), EngineTrouble> {
+        for server in &mut self.servers {
+            server.health(self.probe_timeout).await?;
+        }
+        Ok(())
+    }
+
+    pub(super) async fn facts(&mut self) -> Result<Facts, EngineTrouble> {
+        let mut all = Vec::with_capacity(self.servers.len());
+        for server in &mut self.servers {
+            all.push(server.answers(self.facts_timeout).await?);
+        }
+        let bodies: Vec<Bodies<'_>> = self
+            .servers
+            .iter()
+            .zip(&all)
+            .map(|(server, answers)| Bodies {
+                endpoint: server.endpoint.as_deref(),
+                version: &answers.version,
+                models: &answers.models,
+                metrics: &answers.metrics,
+                server_info: answers.server_info.as_deref(),
+                weight_info: answers.weight_info.as_deref(),
+            })
+            .collect();
+        Ok(facts::facts(&bodies, self.logprob_mode)?)
+    }
+
+    pub(super) async fn look(&mut self, known: &Facts) -> Result<Sighting, EngineTrouble> {
+        let limit = self.probe_timeout;
+        let mut standing = Standing::Serving;
+        let mut ranks = Vec::with_capacity(known.ranks.len());
+        let mut version: Option<String> = None;
+        for server in &mut self.servers {
+            let facts: Vec<_> = known
+                .ranks
+                .iter()
+                .filter(|fact| fact.endpoint == server.endpoint)
+                .cloned()
+                .collect();
+            match server.health(limit).await {
+                Ok(()) => {}
+                // The server lives on for a moment; the engine behind it does not.
+                Err(EngineTrouble::NotReady) => return Ok(dead(known)),
+                Err(trouble) => return Err(trouble),
+            }
+            let scrape = metrics::parse(&server.body(METRICS, limit).await?)?;
+            let mut paused = scrape.engines.values().any(|engine| engine.asleep);
+            let mut serves = String::new();
+            if server.tells {
+                paused |= match server.optional("/is_paused", limit).await? {
+                    Some(body) => facts::is_paused(&body)?,
+                    None => false,
+                };
+                if let Some(body) = server.optional(WEIGHT_INFO, limit).await? {
+                    serves = facts::weight_version(&body)?;
+                }
+            }
+            if paused {
+                standing = Standing::Paused;
+            }
+            match &mut version {
+                None => version = Some(serves),
+                // Some are ahead of others: nothing can be said of all.
+                Some(version) if *version != serves => version.clear(),
+                Some(_) => {}
+            }
+            let loads = facts::loads(&scrape, &facts);
+            ranks.extend(facts.iter().zip(loads).map(|(fact, load)| RankSighting {
+                pulse: match load {
+                    Some(_) => Pulse::Alive,
+                    None => Pulse::Frozen,
+                },
+                load: load.unwrap_or(RankLoad {
+                    rank: fact.rank,
+                    ..RankLoad::default()
+                }),
+            }));
+        }
+        Ok(Sighting {
+            standing,
+            ranks,
+            weight_version: version.unwrap_or_default(),
+        })
+    }
+}
+
+/// The engine has died behind its server: nothing that it was given will be
+/// answered.
+fn dead(known: &Facts) -> Sighting {
+    Sighting {
+        standing: Standing::Serving,
+        ranks: known
+            .ranks
+            .iter()
+            .map(|fact| RankSighting {
+                load: RankLoad {
+                    rank: fact.rank,
+                    ..RankLoad::default()
+                },
+                pulse: Pulse::Dead,
+            })
+            .collect(),
+        weight_version: known.weight_version.clone(),
+    }
+}
+
+impl Server {
+    async fn health(&mut self, limit: Duration) -> Result<(), EngineTrouble> {
+        let path = "/health";
+        match self.link.get(path, limit).await?.0 {
+            status if status.is_success() => Ok(()),
+            StatusCode::SERVICE_UNAVAILABLE => Err(EngineTrouble::NotReady),
+            status => Err(EngineTrouble::Status { path, status }),
+        }
+    }
+
+    async fn answers(&mut self, limit: Duration) -> Result<Answers, EngineTrouble> {
+        // The route takes no such question. That it says so shows that it is there:
+        // it answers 403 or 404 where the server does not offer it.
+        let (status, _) = self.link.get(GENERATE, limit).await?;
+        if matches!(status, StatusCode::FORBIDDEN | StatusCode::NOT_FOUND) {
+            return Err(EngineTrouble::Status {
+                path: GENERATE,
+                status,
+            });
+        }
+        let version = self.body("/version", limit).await?;
+        let models = self.body("/v1/models", limit).await?;
+        let metrics = self.body(METRICS, limit).await?;
+        let server_info = self.optional(SERVER_INFO, limit).await?;
+        let weight_info = self.optional(WEIGHT_INFO, limit).await?;
+        self.tells = server_info.is_some() || weight_info.is_some();
+        Ok(Answers {
+            version,
+            models,
+            metrics,
+            server_info,
+            weight_info,
+        })
+    }
+
+    /// `None`: there is no such route.
+    async fn optional(
+        &mut self,
+        path: &'static str,
+        limit: Duration,
+    ) -> Result<Option<Bytes>, EngineTrouble> {
+        match self.body(path, limit).await {
+            Ok(body) => Ok(Some(body)),
+            Err(EngineTrouble::Status {
+                status: StatusCode::NOT_FOUND,
+                ..
+            }) => Ok(None),
+            Err(trouble) => Err(trouble),
+        }
+    }
+
+    async fn body(&mut self, path: &'static str, limit: Duration) -> Result<Bytes, EngineTrouble> {
+        let (status, body) = self.link.get(path, limit).await?;
+        if status.is_success() {
+            Ok(body)
+        } else {
+            Err(EngineTrouble::Status { path, status })
+        }
+    }
+}
