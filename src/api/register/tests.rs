@@ -129,9 +129,10 @@ fn what_is_shown_stays_on_its_line_and_what_cannot_be_served_is_not_taken() {
         ["weight_version"]
     );
     assert_eq!(
-        faults(|m| m.engine = proto::EngineKind::Vllm.into()),
+        faults(|m| m.engine = proto::EngineKind::Unspecified.into()),
         ["engine"]
     );
+    assert!(faults(|m| m.engine = proto::EngineKind::Vllm.into()).is_empty());
     assert_eq!(faults(|m| m.page_size = 7), ["page_size"]);
     let twice = faults(|m| {
         m.ranks.push(proto::Rank {

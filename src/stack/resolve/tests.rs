@@ -200,6 +200,40 @@ async fn stop_ids_past_the_end_of_sequence_are_for_engines_that_tell_the_two_apa
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_an_engine_would_change_in_silence_goes_to_one_that_does_not() {
+    let mut vllm = facts("b", "m");
+    vllm.engine = EngineKind::Vllm;
+    vllm.capabilities.tokenizer = false;
+    let mut sglang = facts("a", "m");
+    sglang.capabilities.tokenizer = false;
+    let fleet = fleet(vec![sglang, vllm]).await;
+    let able = |set: fn(&mut Sampling)| -> Vec<EngineKind> {
+        let Ok(needs) = ask(&fleet, |_, s| set(s)) else {
+            return Vec::new();
+        };
+        let snapshot = fleet.snapshot();
+        let ranks = snapshot.ranks.iter();
+        let able = ranks.filter(|rank| needs.lack(rank).is_none());
+        able.map(|rank| rank.replica.facts.engine).collect()
+    };
+    let both = [EngineKind::Sglang, EngineKind::Vllm];
+    for (set, kinds) in [
+        (
+            (|s| s.min_tokens = Some(1)) as fn(&mut Sampling),
+            &both[1..],
+        ),
+        (|s| s.temperature = Some(0.005), &both[..1]),
+        (|s| s.temperature = Some(2.5), &both[..1]),
+        (|s| s.temperature = Some(0.0), &both[..]),
+        (|s| s.temperature = Some(0.01), &both[..]),
+        (|s| s.temperature = Some(2.0), &both[..]),
+        (|s| s.stop = Some(vec!["x".into()]), &[]),
+    ] {
+        assert_eq!(able(set), kinds);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn weights_that_nobody_serves_are_refused_with_what_is_served() {
     let fleet = fleet(vec![facts("a", "m")]).await;
     let want = |constraint| ask(&fleet, |p, _| p.weights.constraint = Some(constraint));
