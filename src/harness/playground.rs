@@ -10,7 +10,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     config::Config,
-    engine::sim::{SimConfig, SimEngine, SimHandle},
+    engine::sim::{Dialect, SimConfig, SimEngine, SimHandle},
+    fleet::facts::EngineKind,
     ids::ReplicaId,
     server::Server,
     sidecar::{AcceleratorConfig, Sidecar, SidecarConfig, SidecarError},
@@ -103,6 +104,11 @@ impl Playground {
             .context("a simulated engine cannot start")?;
         let mut config = SidecarConfig::new(self.url(), engine.url(), id);
         config.accelerator = accelerator;
+        if engine.config().dialect == Dialect::Vllm {
+            config.engine = EngineKind::Vllm;
+            // vLLM leaves it to the model's config.json, which there is none of.
+            config.vocab_size = Some(engine.config().vocab_size);
+        }
         let sidecar = Sidecar::new(config)?;
         let stop = CancellationToken::new();
         let replica = Replica {

@@ -20,3 +20,4 @@ mod fleet;
 mod poison;
 mod routing;
 mod streams;
+mod vllm;

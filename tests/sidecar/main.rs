@@ -12,6 +12,10 @@
 
 mod control;
 mod engine;
+#[path = "../sim_support/mod.rs"]
+#[allow(dead_code, reason = "shared with tests that use all of it")]
+mod support;
+mod vllm;
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -38,7 +42,11 @@ use self::{
 const LONG: Duration = Duration::from_secs(60);
 
 fn config(control: &FakeControl, engine: &FakeEngine) -> SidecarConfig {
-    let mut config = SidecarConfig::new(control.url(), engine.url(), "r1");
+    config_of(control, &engine.url())
+}
+
+fn config_of(control: &FakeControl, engine_url: &str) -> SidecarConfig {
+    let mut config = SidecarConfig::new(control.url(), engine_url, "r1");
     config.vocab_size = Some(32_000);
     config.drain_timeout = Duration::from_secs(10);
     config.accelerator = AcceleratorConfig {

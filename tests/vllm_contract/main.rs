@@ -12,6 +12,7 @@
 
 mod asked;
 mod broken;
+mod connections;
 mod fixtures;
 mod replay;
 #[path = "../sglang_contract/server.rs"]

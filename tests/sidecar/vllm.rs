@@ -1,0 +1,230 @@
+//! A sidecar beside vLLM: simulated servers, since they speak as the recorded ones
+//! do.
+
+use berth::{
+    call,
+    engine::sim::{Dialect, PauseMode, SimConfig, SimEngine, SimHandle},
+    fleet::facts,
+    proto::{EngineKind, LogprobMode, RegisterReplicaRequest, ReplicaState},
+    sidecar::{Sidecar, SidecarConfig, SidecarError},
+};
+use serde_json::json;
+
+use crate::{FakeControl, Running, is};
+
+fn engine(dev_mode: bool) -> SimConfig {
+    SimConfig {
+        dialect: Dialect::Vllm,
+        dev_mode,
+        ranks: 2,
+        page_size: 16,
+        model: "tiny".into(),
+        vocab_size: 32_000,
+        max_running_requests: 64,
+        step: Some(std::time::Duration::from_millis(5)),
+        weight_version: "7".into(),
+        ..SimConfig::instant()
+    }
+}
+
+fn config(control: &FakeControl, engine: &SimHandle) -> SidecarConfig {
+    let mut config = SidecarConfig {
+        engine: facts::EngineKind::Vllm,
+        ..crate::config_of(control, &engine.url())
+    };
+    config.vocab_size = Some(32_000);
+    config
+}
+
+/// Registered, and what it was registered with.
+async fn registered(
+    dev_mode: bool,
+    change: impl FnOnce(&mut SidecarConfig),
+) -> (FakeControl, SimHandle, Running, RegisterReplicaRequest) {
+    let control = FakeControl::start().await;
+    let engine = SimEngine::start(engine(dev_mode)).await.unwrap();
+    let mut config = config(&control, &engine);
+    change(&mut config);
+    let running = Running::start(config);
+    control
+        .hears("a beat of a ready engine", |control| {
+            control.beats().iter().any(is(ReplicaState::Ready))
+        })
+        .await;
+    let told = control.registrations().remove(0);
+    (control, engine, running, told)
+}
+
+#[tokio::test]
+async fn the_facts_of_a_server_in_development_mode_are_registered() {
+    let (_control, engine, running, told) = registered(true, |_| {}).await;
+    assert_eq!(told.engine(), EngineKind::Vllm);
+    assert_eq!(
+        (told.engine_version.as_str(), told.model.as_str()),
+        ("0.32.0", "tiny")
+    );
+    assert_eq!((told.vocab_size, told.context_length), (32_000, 16_384));
+    assert_eq!((told.page_size, told.weight_version.as_str()), (16, "7"));
+    assert_eq!(told.logprob_mode(), LogprobMode::Raw);
+    let ranks: Vec<_> = told
+        .ranks
+        .iter()
+        .map(|r| (r.rank, r.engine_rank, r.endpoint.clone()))
+        .collect();
+    assert_eq!(ranks, [(0, Some(0), None), (1, Some(1), None)]);
+    assert!(
+        told.ranks
+            .iter()
+            .all(|r| r.kv_capacity_tokens == 375_000 && r.max_running_requests == 64)
+    );
+    let can = told.capabilities.unwrap();
+    assert!(can.output_logprobs && can.prompt_logprobs && can.seed && can.incremental_streaming);
+    assert!(!can.tokenizer && !can.structured_output && !can.priority && !can.routed_experts);
+    assert_eq!(can.max_top_logprobs, 19);
+    running.stops().await;
+    engine.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_server_does_not_tell_is_not_promised_and_can_be_said() {
+    let (_control, engine, running, told) = registered(false, |config| {
+        config.logprob_mode = Some(call::LogprobMode::Processed);
+    })
+    .await;
+    assert_eq!(told.logprob_mode(), LogprobMode::Processed);
+    assert_eq!(told.weight_version, "");
+    assert!(told.ranks.iter().all(|r| r.max_running_requests == 0));
+    running.stops().await;
+    engine.stop().await;
+}
+
+#[tokio::test]
+async fn load_weights_and_pauses_are_in_the_beats() {
+    let (control, engine, running, _) = registered(true, |_| {}).await;
+    let url = engine.url();
+    let call = tokio::spawn(async move {
+        let body = json!({
+            "token_ids": [1, 2, 3],
+            "sampling_params": {"max_tokens": 10_000, "ignore_eos": true},
+        });
+        let headers = [("x-data-parallel-rank".to_owned(), "1".to_owned())];
+        let url = format!("{url}/inference/v1/generate");
+        crate::support::call("POST", &url, &headers, &body.to_string()).await
+    });
+    control
+        .hears("the load of rank 1", |control| {
+            control.beats().iter().any(|beat| {
+                let [idle, busy] = &beat.ranks[..] else {
+                    return false;
+                };
+                idle.running == 0
+                    && (busy.rank, busy.running) == (1, 1)
+                    && busy.kv_used_tokens > 3
+                    && busy.weight_version == "7"
+                    && busy.healthy
+            })
+        })
+        .await;
+    engine.pause(PauseMode::InPlace).await;
+    engine.set_weight_version("8", false);
+    control
+        .hears("the pause and the new weights", |control| {
+            control.beats().iter().any(|beat| {
+                beat.state() == ReplicaState::Ready
+                    && beat
+                        .ranks
+                        .iter()
+                        .all(|r| r.paused && r.weight_version == "8")
+            })
+        })
+        .await;
+    engine.resume();
+    control.clear();
+    control
+        .hears("its end", |control| {
+            let beats = control.beats();
+            beats.iter().any(|b| b.ranks.iter().all(|r| !r.paused))
+        })
+        .await;
+    call.abort();
+    running.stops().await;
+    engine.stop().await;
+}
+
+#[tokio::test]
+async fn another_start_has_another_boot_id_whether_or_not_it_tells() {
+    for dev_mode in [true, false] {
+        let (control, engine, running, first) = registered(dev_mode, |_| {}).await;
+        engine.kill().await;
+        control
+            .hears("that it is unwell", |control| {
+                control.beats().iter().any(is(ReplicaState::Unhealthy))
+            })
+            .await;
+        let second = engine.restart().await.unwrap();
+        control
+            .hears("the new start", |control| {
+                let told = control.registrations();
+                told.iter().any(|r| r.boot_id != first.boot_id)
+            })
+            .await;
+        running.stops().await;
+        second.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn a_sidecar_that_is_restarted_does_not_make_a_running_engine_look_new() {
+    let (control, engine, running, first) = registered(true, |_| {}).await;
+    running.stops().await;
+    control.clear();
+    let again = Running::start(config(&control, &engine));
+    control
+        .hears("the registration", |control| {
+            !control.registrations().is_empty()
+        })
+        .await;
+    assert_eq!(control.registrations()[0].boot_id, first.boot_id);
+    again.stops().await;
+    engine.stop().await;
+}
+
+#[tokio::test]
+async fn an_engine_that_died_behind_its_server_is_reported() {
+    let (control, engine, running, _) = registered(true, |_| {}).await;
+    let body = json!({"token_ids": [40_000], "sampling_params": {"max_tokens": 4}});
+    let reply = crate::support::post(&engine.url(), "/inference/v1/generate", body).await;
+    assert_eq!(reply.unwrap().status, 500);
+    control
+        .hears("that it is unwell", |control| {
+            let beats = control.beats();
+            let unwell = is(ReplicaState::Unhealthy);
+            beats
+                .iter()
+                .any(|b| unwell(b) && b.ranks.iter().all(|r| !r.healthy))
+        })
+        .await;
+    running.stops().await;
+}
+
+#[tokio::test]
+async fn servers_of_ranks_are_for_vllm_and_reachable_ones() {
+    let faults = |change: fn(&mut SidecarConfig)| {
+        let mut config = SidecarConfig::new("http://10.0.0.1:7700", "http://10.0.0.2:8000", "r");
+        config.engine = facts::EngineKind::Vllm;
+        change(&mut config);
+        match Sidecar::new(config) {
+            Err(SidecarError::Config(faults)) => faults,
+            other => format!("{other:?}"),
+        }
+    };
+    let near = faults(|c| c.rank_urls = vec!["http://127.0.0.1:8001".into()]);
+    assert!(near.contains("loopback"), "{near}");
+    let sglang = faults(|c| {
+        c.engine = facts::EngineKind::Sglang;
+        c.rank_urls = vec!["http://10.0.0.3:8000".into()];
+    });
+    assert!(sglang.contains("only vLLM"), "{sglang}");
+    let nonsense = faults(|c| c.rank_urls = vec!["10.0.0.3".into()]);
+    assert!(nonsense.contains("10.0.0.3"), "{nonsense}");
+}
