@@ -263,7 +263,9 @@ async fn what_the_engine_ends_early_goes_on_or_is_returned() {
             assert_eq!(sample.weight_spans[1].version, "v2");
             let attempts = &route(sample).attempts;
             assert_eq!(attempts[0].failure(), AttemptFailure::Aborted);
-            assert_eq!(attempts[0].kept_tokens, first.end);
+            // The step under way when the weights came was still finished.
+            assert!((first.end..=first.end + 1).contains(&attempts[0].kept_tokens));
+            assert_eq!(sample.weight_spans[1].end, 100);
         } else {
             assert_eq!(sample.stop_reason(), StopReason::Aborted);
             let got = sample.token_ids.len();
