@@ -89,8 +89,8 @@ fn serve(dir: &std::path::Path) -> (Process, String) {
     (Process(child), url)
 }
 
-/// A vLLM of two ranks with 16 tokens a block and 5 ms or more a token, and where
-/// it listens.
+/// A vLLM of two ranks with 16 tokens a block and 8 ms a token, and where it
+/// listens.
 fn engine() -> (Process, String) {
     let mut child = berth(&[
         "sim-engine",
@@ -262,11 +262,19 @@ async fn two_replicas_of_two_ranks_behind_a_control_plane() {
     })
     .await;
 
-    // An engine that is killed midway is replaced within the turn.
+    // An engine that is killed midway is replaced within the turn. The others are
+    // fast from here on.
+    for (id, (_, other)) in &engines {
+        if *id == replica {
+            continue;
+        }
+        let faults = serde_json::json!({"slow": 0.0});
+        support::post(other, "/sim/faults", faults).await.unwrap();
+    }
     let history_of = prompt(0, 64);
     let run = tokio::spawn({
         let mut client = client.clone();
-        let asked = request("t0", &history_of, 300);
+        let asked = request("t0", &history_of, 3000);
         async move { client.sample(asked).await }
     });
     eventually("it runs", async || {
@@ -276,7 +284,7 @@ async fn two_replicas_of_two_ranks_behind_a_control_plane() {
     .await;
     engines.get_mut(&replica).unwrap().0.kill();
     let got = run.await.unwrap().unwrap().into_inner().samples.remove(0);
-    assert_eq!(got.token_ids, tokens::expected(&history_of, 0, 300, VOCAB));
+    assert_eq!(got.token_ids, tokens::expected(&history_of, 0, 3000, VOCAB));
     let route = got.route.unwrap();
     assert_ne!(route.replica_id, replica);
     assert_eq!(route.reason(), RouteReason::ReplicaLost);

@@ -8,15 +8,15 @@ use berth::{
     harness::playground,
     proto::{
         self, AttemptFailure, CancelSampleRequest, Capabilities, LogprobMode, Logprobs, OnAbort,
-        OnLost, Rank, RegisterReplicaRequest, RouteReason, SampleRequest, Sampling, StopReason,
-        StopStrings, TokenIds, WeightsConstraint, register_replica_request::Address,
-        replica_service_client::ReplicaServiceClient, sample_request::Prompt,
-        weights_constraint::Constraint,
+        OnLost, Rank, RegisterReplicaRequest, RouteReason, SampleRequest, SampleResponse,
+        SampleStreamResponse, Sampling, StopReason, StopStrings, TokenIds, WeightsConstraint,
+        register_replica_request::Address, replica_service_client::ReplicaServiceClient,
+        sample_request::Prompt, sample_stream_response::Event, weights_constraint::Constraint,
     },
     sidecar::{Sidecar, SidecarConfig},
 };
 use tokio_util::sync::CancellationToken;
-use tonic::Code;
+use tonic::{Code, Streaming};
 
 use crate::cluster::{
     Cluster, VOCAB, cached, eventually, expected, home, ids, instant, keyed, only, refused,
@@ -51,6 +51,34 @@ async fn mixed(engine: SimConfig) -> Cluster {
     add.add("sglang", engine.clone(), h100()).await.unwrap();
     add.add("vllm", vllm(engine), h100()).await.unwrap();
     cluster
+}
+
+/// From here on steps take no time.
+fn hurry(engine: &SimHandle) {
+    engine.set_faults(Faults {
+        slow: Some(0.0),
+        ..Faults::default()
+    });
+}
+
+/// Waits until tokens have come.
+async fn first_tokens(stream: &mut Streaming<SampleStreamResponse>) {
+    loop {
+        let message = stream.message().await.unwrap().unwrap();
+        if let Some(Event::Delta(_)) = message.event {
+            return;
+        }
+    }
+}
+
+/// The response at the end.
+async fn last(stream: &mut Streaming<SampleStreamResponse>) -> SampleResponse {
+    loop {
+        let message = stream.message().await.unwrap().unwrap();
+        if let Some(Event::Final(response)) = message.event {
+            return response;
+        }
+    }
 }
 
 #[tokio::test]
@@ -102,24 +130,21 @@ async fn trajectories_keep_their_rank_and_its_cache() {
 #[tokio::test]
 async fn a_replica_that_is_killed_midway_is_replaced_within_the_turn() {
     for (on_lost, resumed) in [(OnLost::Restart, false), (OnLost::Resume, true)] {
-        let cluster = Cluster::start(2, vllm(stepping(Duration::from_millis(5)))).await;
+        let cluster = Cluster::start(2, vllm(stepping(Duration::from_millis(50)))).await;
         let prompt = ids(1, 64);
         let first = cluster.sample(keyed("t", &prompt, 4)).await.unwrap();
         let victim = home(only(&first)).0;
-        let turn = tokio::spawn({
-            let mut client = cluster.client();
-            let mut request = keyed("t", &prompt, 100);
-            request.on_lost = on_lost.into();
-            async move { client.sample(request).await }
-        });
-        eventually("it runs", async || {
-            let history = cluster.engine(&victim).history();
-            history.iter().filter(|r| r.started.is_some()).count() == 2
-        })
-        .await;
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        for engine in cluster.engines() {
+            if engine.url() != cluster.engine(&victim).url() {
+                hurry(engine);
+            }
+        }
+        let mut request = keyed("t", &prompt, 100);
+        request.on_lost = on_lost.into();
+        let mut turn = cluster.client().sample_stream(request).await.unwrap();
+        first_tokens(turn.get_mut()).await;
         cluster.engine(&victim).kill().await;
-        let response = turn.await.unwrap().unwrap().into_inner();
+        let response = last(turn.get_mut()).await;
         let sample = only(&response);
         assert_eq!(sample.token_ids, expected(&prompt, 100));
         let receipt = route(sample);
@@ -241,18 +266,15 @@ async fn load_is_not_death() {
 #[tokio::test]
 async fn what_the_engine_ends_early_goes_on_or_is_returned() {
     for (on_abort, whole) in [(OnAbort::Continue, true), (OnAbort::ReturnPartial, false)] {
-        let cluster = Cluster::start(1, vllm(stepping(Duration::from_millis(5)))).await;
+        let cluster = Cluster::start(1, vllm(stepping(Duration::from_millis(50)))).await;
         let prompt = ids(1, 64);
-        let run = tokio::spawn({
-            let mut client = cluster.client();
-            let mut request = keyed("t", &prompt, 100);
-            request.on_abort = on_abort.into();
-            async move { client.sample(request).await }
-        });
-        cluster.one_has_started("r0").await;
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        let mut request = keyed("t", &prompt, 100);
+        request.on_abort = on_abort.into();
+        let mut run = cluster.client().sample_stream(request).await.unwrap();
+        first_tokens(run.get_mut()).await;
         cluster.engine("r0").set_weight_version("v2", true);
-        let response = run.await.unwrap().unwrap().into_inner();
+        hurry(cluster.engine("r0"));
+        let response = last(run.get_mut()).await;
         let sample = only(&response);
         let all = expected(&prompt, 100);
         let first = &sample.weight_spans[0];
