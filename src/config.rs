@@ -373,6 +373,7 @@ impl Config {
                 load_factor: options.load_factor.unwrap_or(default.router.load_factor),
                 pin_ttl: options.pin_ttl.unwrap_or(default.router.pin_ttl),
                 max_pins: options.max_pins.unwrap_or(default.router.max_pins),
+                keep_changes: default.router.keep_changes,
             },
             stack: StackConfig {
                 default_deadline: options

@@ -13,6 +13,7 @@ pub mod failpoint;
 pub mod fleet;
 pub mod harness;
 pub mod ids;
+pub mod keeper;
 pub mod listen;
 pub mod proto;
 pub mod routing;

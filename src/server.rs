@@ -31,13 +31,14 @@ use crate::{
         vllm::{VllmClient, VllmConfig},
     },
     fleet::Fleet,
+    keeper::Keeper,
     listen::{self, Limits},
     proto::{
         self, fleet_service_server::FleetServiceServer,
         replica_service_server::ReplicaServiceServer,
         sampling_service_server::SamplingServiceServer,
     },
-    routing::Router,
+    routing::{Router, RouterConfig},
     stack::{self, Engines, Parts, deadline::TakeTimeout},
     store::{OwnerId, Store, memory::MemoryStore, sled::SledStore},
 };
@@ -75,21 +76,19 @@ impl Server {
         egress.own = vec![grpc_address, admin_address];
         let egress = Arc::new(egress);
         let fleet = Fleet::new(config.fleet, Arc::clone(&store));
-        let router = Arc::new(Router::new(config.router));
+        let router = Arc::new(Router::new(RouterConfig {
+            keep_changes: true,
+            ..config.router
+        }));
+        let http = HttpClient::within(HttpConfig::default(), Arc::clone(&egress));
         let parts = Parts {
             store,
             owner: OwnerId::mint(),
             fleet,
             router,
             engines: Engines {
-                sglang: Arc::new(SglangClient::new(
-                    HttpClient::within(HttpConfig::default(), Arc::clone(&egress)),
-                    SglangConfig::default(),
-                )),
-                vllm: Arc::new(VllmClient::new(
-                    HttpClient::new(HttpConfig::default()),
-                    VllmConfig::default(),
-                )),
+                sglang: Arc::new(SglangClient::new(http.clone(), SglangConfig::default())),
+                vllm: Arc::new(VllmClient::new(http.clone(), VllmConfig::default())),
             },
             running: Arc::default(),
             counters: Arc::default(),
@@ -97,11 +96,21 @@ impl Server {
             tasks: TaskTracker::new(),
             closing: CancellationToken::new(),
         };
+        // Before anything is served: nobody is routed to unasked, and no trajectory
+        // moves because its replica is not back yet.
+        let keeper = Keeper::new(&parts);
+        let written = keeper
+            .bring_back(&http)
+            .await
+            .context("the store's notes cannot be read")?;
+        let noted = CancellationToken::new();
+        let keeping = tokio::spawn(keeper.keep(written, noted.clone()));
         let drain = CancellationToken::new();
         let ended = tokio::spawn(serve(
             config,
             parts.clone(),
             egress,
+            (noted, keeping),
             grpc,
             admin,
             drain.clone(),
@@ -176,6 +185,7 @@ async fn serve(
     config: Config,
     parts: Parts,
     egress: Arc<Egress>,
+    (noted, keeping): (CancellationToken, JoinHandle<()>),
     grpc: TcpListener,
     admin: TcpListener,
     drain: CancellationToken,
@@ -260,6 +270,9 @@ async fn serve(
         }
     }
     close(&parts).await;
+    // What the last turns changed is noted before the store closes.
+    noted.cancel();
+    let _ = keeping.await;
     parts
         .store
         .close()

@@ -530,7 +530,7 @@ mod suite {
         ReplicaNote {
             facts,
             incarnation: Incarnation(4),
-            draining: false,
+            drain: None,
         }
     }
 

@@ -31,11 +31,13 @@ use super::{
     Fleet, ReplicaStatus,
     facts::{ReplicaFacts, ReportedState},
     lease::Liveness,
+    restart::{instant_of, wall_of},
     snapshot::{RankState, RankView},
 };
 use crate::{
     error::{Error, Reason, Violation},
     ids::ReplicaId,
+    store::notes::DrainNote,
 };
 
 /// The longest grace that can be asked for.
@@ -190,6 +192,22 @@ impl Drains {
             }
         }
         self.pass(now)
+    }
+
+    /// An operator's drain, for a restart of the control plane: a sidecar repeats
+    /// its own.
+    pub(super) fn note(&self, now: (Instant, SystemTime)) -> Option<DrainNote> {
+        self.operator.map(|drain| DrainNote {
+            until: wall_of(drain.until, now),
+            hold: self.hold,
+        })
+    }
+
+    pub(super) fn restore(&mut self, note: &DrainNote, now: (Instant, SystemTime)) {
+        let until = instant_of(note.until, now, MAX_GRACE);
+        self.order(now.0, until.saturating_duration_since(now.0), note.hold);
+        // The sidecar may have been told before.
+        self.told = true;
     }
 
     /// Those of the start after this one. Nothing lives there yet.

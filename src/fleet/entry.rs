@@ -14,7 +14,10 @@ use super::{
     facts::{RankFacts, RankReport, ReplicaFacts, ReportedState},
     lease::{Lease, LeaseConfig, Liveness},
 };
-use crate::ids::{Incarnation, Target};
+use crate::{
+    ids::{Incarnation, Target},
+    store::notes::ReplicaNote,
+};
 
 /// One start of a replica.
 pub(super) struct Entry {
@@ -121,6 +124,36 @@ impl Entry {
             drains: Drains::default(),
             departed: Vec::new(),
             probing: false,
+        }
+    }
+
+    /// As a note says it, and nobody has verified yet.
+    pub(super) fn restored(
+        note: ReplicaNote,
+        slots: Vec<Slot>,
+        now: (Instant, SystemTime),
+    ) -> Self {
+        let mut entry = Self::new(note.facts, note.incarnation, slots, now.0);
+        entry.lease = Lease::unverified(now.0);
+        if let Some(drain) = note.drain {
+            entry.drains.restore(&drain, now);
+        }
+        entry
+    }
+
+    /// What a restart of the control plane is to find of it.
+    pub(super) fn note(&self, now: (Instant, SystemTime)) -> ReplicaNote {
+        let mut facts = self.facts().clone();
+        let mut weights = facts.ranks.iter().map(|rank| self.weights_of(rank.rank));
+        if let Some(first) = weights.next()
+            && weights.all(|other| other == first)
+        {
+            facts.weight_version = first;
+        }
+        ReplicaNote {
+            facts,
+            incarnation: self.incarnation,
+            drain: self.drains.note(now),
         }
     }
 

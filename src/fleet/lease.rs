@@ -73,6 +73,25 @@ pub struct Lease {
 }
 
 impl Lease {
+    /// Of a replica that was known before a restart of the control plane: it is
+    /// suspect until somebody hears of it.
+    pub fn unverified(now: Instant) -> Self {
+        Self {
+            liveness: Liveness::Suspect { good_beats: 0 },
+            ..Self::new(now)
+        }
+    }
+
+    /// It was asked and answers. Returns whether the liveness changed.
+    pub fn verified(&mut self, now: Instant) -> bool {
+        let suspect = matches!(self.liveness, Liveness::Suspect { .. });
+        if suspect {
+            self.last_beat = now;
+            self.liveness = Liveness::Alive;
+        }
+        suspect
+    }
+
     /// A new one, from a registration.
     pub fn new(now: Instant) -> Self {
         Self {

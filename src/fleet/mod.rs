@@ -10,7 +10,8 @@ pub mod drain;
 mod entry;
 pub mod facts;
 pub mod lease;
-mod probe;
+pub(crate) mod probe;
+pub mod restart;
 pub mod snapshot;
 
 use std::{

@@ -10,7 +10,7 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Whether connections to `url`'s port are refused. Anything else, silence
 /// included, is not a refusal.
-pub(super) async fn port_refuses(url: &str) -> bool {
+pub(crate) async fn port_refuses(url: &str) -> bool {
     let Ok(uri) = url.parse::<Uri>() else {
         return false;
     };

@@ -19,4 +19,4 @@ pub mod ring;
 
 pub use needs::{Lack, Needs};
 pub use pins::PinKey;
-pub use policy::{Decision, NoRoute, RouteRequest, Router, RouterConfig};
+pub use policy::{Decision, HINT_TTL, NoRoute, RouteRequest, Router, RouterConfig};

@@ -5,15 +5,16 @@
 //! trajectory was used within the TTL: it then counts as load on its rank. An
 //! idle one becomes a *hint*: it no longer counts, and is still followed. Memory
 //! is bounded: in a full shard a new pin takes the place of the least recently
-//! used of some.
+//! used of some. Where pins are to survive this process, each shard says which of
+//! them changed since it was last asked.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use tokio::time::Instant;
+use tokio::{sync::Notify, time::Instant};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::{
@@ -107,22 +108,89 @@ pub struct PinView {
     pub live: bool,
 }
 
-type Shard = HashMap<PinKey, Pin>;
+/// One part of the table.
+#[derive(Debug, Default)]
+pub(super) struct Shard {
+    pins: HashMap<PinKey, Pin>,
+    /// Bound, grown or gone since they were taken. `None`: nobody asks.
+    changed: Option<HashSet<PinKey>>,
+    /// Changes that are remembered at most.
+    most_changed: usize,
+}
+
+impl Shard {
+    pub(super) fn get(&self, key: PinKey) -> Option<&Pin> {
+        self.pins.get(&key)
+    }
+
+    pub(super) fn get_mut(&mut self, key: PinKey) -> Option<&mut Pin> {
+        self.pins.get_mut(&key)
+    }
+
+    pub(super) fn remove(&mut self, key: PinKey) -> bool {
+        let there = self.pins.remove(&key).is_some();
+        if there {
+            self.changed(key);
+        }
+        there
+    }
+
+    /// A change of this pin is worth keeping.
+    pub(super) fn changed(&mut self, key: PinKey) {
+        // A bound for when nobody takes them for long: what is left out costs a
+        // cold turn after a restart.
+        if let Some(changed) = &mut self.changed
+            && changed.len() < self.most_changed
+        {
+            changed.insert(key);
+        }
+    }
+}
 
 /// The table.
 #[derive(Debug)]
 pub(super) struct PinTable {
     shards: Box<[Mutex<Shard>]>,
     shard_capacity: usize,
+    /// Told of every new pin, where changes are kept.
+    bound: Notify,
 }
 
 impl PinTable {
-    /// For at most about so many pins.
-    pub(super) fn new(capacity: usize) -> Self {
+    /// For at most about so many pins. `keep`: changes are remembered until they
+    /// are taken.
+    pub(super) fn new(capacity: usize, keep: bool) -> Self {
+        let shard_capacity = capacity.div_ceil(SHARDS).max(1);
+        let shard = || Shard {
+            changed: keep.then(HashSet::new),
+            most_changed: 2 * shard_capacity,
+            ..Shard::default()
+        };
         Self {
-            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
-            shard_capacity: capacity.div_ceil(SHARDS).max(1),
+            shards: (0..SHARDS).map(|_| Mutex::new(shard())).collect(),
+            shard_capacity,
+            bound: Notify::new(),
         }
+    }
+
+    /// Until a pin is bound.
+    pub(super) async fn bound(&self) {
+        self.bound.notified().await;
+    }
+
+    /// Keys whose pins changed since they were taken, at most about `most`.
+    pub(super) fn take_changed(&self, most: usize) -> Vec<PinKey> {
+        let mut taken = Vec::new();
+        for shard in &self.shards {
+            let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(changed) = &mut shard.changed {
+                taken.extend(changed.drain());
+            }
+            if taken.len() >= most {
+                break;
+            }
+        }
+        taken
     }
 
     /// The shard of `key`, locked. Nothing is done under the lock but look-ups
@@ -136,36 +204,60 @@ impl PinTable {
 
     /// Puts a pin into its locked shard, in a full one in the place of another.
     pub(super) fn insert(&self, shard: &mut Shard, key: PinKey, pin: Pin) {
-        if shard.len() >= self.shard_capacity && !shard.contains_key(&key) {
+        if shard.pins.len() >= self.shard_capacity && !shard.pins.contains_key(&key) {
             let oldest = shard
+                .pins
                 .iter()
                 .take(EVICTION_SAMPLE)
                 .min_by_key(|(_, pin)| pin.last_used)
                 .map(|(key, _)| *key);
             if let Some(oldest) = oldest {
-                shard.remove(&oldest);
+                shard.remove(oldest);
             }
         }
-        shard.insert(key, pin);
+        shard.pins.insert(key, pin);
+        if shard.changed.is_some() {
+            shard.changed(key);
+            self.bound.notify_one();
+        }
+    }
+
+    /// Puts a pin of an earlier process into the table, where its key has none.
+    pub(super) fn restore(&self, key: PinKey, pin: Pin) {
+        let mut shard = self.shard(key);
+        if shard.pins.len() < self.shard_capacity {
+            shard.pins.entry(key).or_insert(pin);
+        }
     }
 
     /// Pins in all.
     pub(super) fn len(&self) -> usize {
         self.shards
             .iter()
-            .map(|s| s.lock().unwrap_or_else(PoisonError::into_inner).len())
+            .map(|s| {
+                let shard = s.lock().unwrap_or_else(PoisonError::into_inner);
+                shard.pins.len()
+            })
             .sum()
     }
 
-    /// Makes pins that were not used for `ttl` hints. One shard is locked at a
-    /// time.
-    pub(super) fn sweep(&self, now: Instant, ttl: Duration) {
+    /// Makes pins that were not used for `ttl` hints, and forgets those that were
+    /// not used for `hint_ttl`. One shard is locked at a time.
+    pub(super) fn sweep(&self, now: Instant, ttl: Duration, hint_ttl: Duration) {
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
-            for pin in shard.values_mut() {
-                if pin.live.is_some() && now.saturating_duration_since(pin.last_used) >= ttl {
+            let mut old = Vec::new();
+            for (key, pin) in &mut shard.pins {
+                let idle = now.saturating_duration_since(pin.last_used);
+                if pin.live.is_some() && idle >= ttl {
                     pin.idle();
                 }
+                if idle >= hint_ttl {
+                    old.push(*key);
+                }
+            }
+            for key in old {
+                shard.remove(key);
             }
         }
     }

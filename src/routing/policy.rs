@@ -31,7 +31,12 @@ pub struct RouterConfig {
     pub pin_ttl: Duration,
     /// Pins kept at most.
     pub max_pins: usize,
+    /// Changes of pins are remembered for [`Router::changed_pins`].
+    pub keep_changes: bool,
 }
+
+/// A trajectory idle for so long is forgotten: its cache is gone long since.
+pub const HINT_TTL: Duration = Duration::from_secs(24 * 3600);
 
 impl Default for RouterConfig {
     fn default() -> Self {
@@ -40,6 +45,7 @@ impl Default for RouterConfig {
             // Gaps between turns in real traces: p99 1,914 s.
             pin_ttl: Duration::from_secs(1800),
             max_pins: 1_000_000,
+            keep_changes: false,
         }
     }
 }
@@ -109,7 +115,7 @@ impl Router {
     /// With no pins.
     pub fn new(config: RouterConfig) -> Self {
         Self {
-            pins: PinTable::new(config.max_pins),
+            pins: PinTable::new(config.max_pins, config.keep_changes),
             config,
             next: AtomicUsize::new(0),
             placement: Mutex::new(()),
@@ -159,7 +165,7 @@ impl Router {
     ) -> Result<Decision, NoRoute> {
         let mut shard = self.pins.shard(key);
         let mut reason = RouteReason::NewKey;
-        if let Some(pin) = shard.get_mut(&key) {
+        if let Some(pin) = shard.get_mut(key) {
             match Self::at_home(fleet, request, pin) {
                 AtHome::Yes(rank) => {
                     pin.touch(now, &rank.load);
@@ -371,24 +377,25 @@ impl Router {
     /// of `tokens` tokens of it. Without effect when the key is pinned elsewhere.
     pub fn grown(&self, fleet: &Snapshot, key: PinKey, slot: RankSlot, tokens: u32, now: Instant) {
         let mut shard = self.pins.shard(key);
-        if let Some(pin) = shard.get_mut(&key)
+        if let Some(pin) = shard.get_mut(key)
             && pin.slot == slot
         {
             pin.resize(tokens);
             if let Some(rank) = fleet.rank(slot) {
                 pin.touch(now, &rank.load);
             }
+            shard.changed(key);
         }
     }
 
     /// The trajectory is over. Returns whether it was pinned.
     pub fn finish(&self, key: PinKey) -> bool {
-        self.pins.shard(key).remove(&key).is_some()
+        self.pins.shard(key).remove(key)
     }
 
     /// Where `key` lives.
     pub fn pin(&self, key: PinKey, now: Instant) -> Option<PinView> {
-        self.pins.shard(key).get(&key).map(|pin| PinView {
+        self.pins.shard(key).get(key).map(|pin| PinView {
             slot: pin.slot,
             tokens: pin.tokens,
             idle: now.saturating_duration_since(pin.last_used),
@@ -404,7 +411,48 @@ impl Router {
     /// Frees the load of trajectories that are idle. To be called every now and
     /// then.
     pub fn sweep(&self, now: Instant) {
-        self.pins.sweep(now, self.config.pin_ttl);
+        let ttl = self.config.pin_ttl;
+        self.pins.sweep(now, ttl, HINT_TTL.max(ttl));
+    }
+
+    /// Keys whose pins were bound, have grown or are gone since they were last
+    /// asked for; at most about `most`. Each is told once.
+    pub fn changed_pins(&self, most: usize) -> Vec<PinKey> {
+        self.pins.take_changed(most)
+    }
+
+    /// A change of this pin could not be kept: it is told again.
+    pub fn pin_changed(&self, key: PinKey) {
+        self.pins.shard(key).changed(key);
+    }
+
+    /// Until a key is pinned.
+    pub async fn pin_bound(&self) {
+        self.pins.bound().await;
+    }
+
+    /// A pin of an earlier process, last used at `last_used`. Without effect where
+    /// the key has one by now, or the table is full.
+    pub fn restore(
+        &self,
+        fleet: &Snapshot,
+        key: PinKey,
+        slot: RankSlot,
+        tokens: u32,
+        last_used: Instant,
+        now: Instant,
+    ) {
+        let mut pin = Pin {
+            slot,
+            tokens,
+            last_used,
+            live: None,
+        };
+        let live = now.saturating_duration_since(last_used) < self.config.pin_ttl;
+        if let Some(rank) = fleet.rank(slot).filter(|_| live) {
+            pin.touch(last_used, &rank.load);
+        }
+        self.pins.restore(key, pin);
     }
 }
 

@@ -16,9 +16,8 @@
 //! A crowd's death thus condemns nobody, and neither does a death at a moment when
 //! replicas die that did not run the prompt: then the cause is something else.
 //!
-//! By a hash of the prompt, under whatever key. In memory: after a restart of the
-//! control plane a prompt needs engines anew to be condemned again, except under
-//! its own idempotency key, which keeps the refusal.
+//! By a hash of the prompt, under whatever key. Suspicions are in memory; what is
+//! condemned stays so over a restart of the control plane (`keeper`).
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -193,6 +192,42 @@ impl Poison {
         let (deaths, condemned) = (suspicion.deaths.len(), suspicion.condemned);
         drop(known);
         tracing::warn!(%target, deaths, in_flight, condemned, "an engine died while it ran a prompt");
+    }
+
+    /// Prompts that are refused, and for how much longer.
+    pub fn condemned(&self) -> Vec<([u8; 16], Duration)> {
+        let now = Instant::now();
+        let known = self.lock();
+        let condemned = known.prompts.iter().filter(|(_, s)| s.condemned);
+        condemned
+            .filter_map(|(prompt, s)| {
+                let left = CONDEMNED_FOR
+                    .checked_sub(now.saturating_duration_since(*s.deaths.last()?))
+                    .filter(|left| !left.is_zero())?;
+                Some((prompt.0, left))
+            })
+            .collect()
+    }
+
+    /// A prompt that was condemned before a restart is refused for so much longer.
+    pub fn restore(&self, prompt: [u8; 16], left: Duration) {
+        let now = Instant::now();
+        let since = CONDEMNED_FOR.saturating_sub(left);
+        let Some(died) = now.checked_sub(since) else {
+            return;
+        };
+        let mut known = self.lock();
+        if known.prompts.len() >= MOST {
+            known.make_room(now);
+        }
+        known
+            .prompts
+            .entry(PromptHash(prompt))
+            .or_insert(Suspicion {
+                deaths: vec![died; 2],
+                in_turn: true,
+                condemned: true,
+            });
     }
 
     /// The prompt was answered.

@@ -30,7 +30,16 @@ pub struct ReplicaNote {
     /// What it was given.
     pub incarnation: Incarnation,
     /// An operator drains it.
-    pub draining: bool,
+    pub drain: Option<DrainNote>,
+}
+
+/// An operator's drain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DrainNote {
+    /// When its grace is over.
+    pub until: SystemTime,
+    /// It is for later starts of the replica as well.
+    pub hold: bool,
 }
 
 /// One change. `None` removes.
