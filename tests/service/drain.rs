@@ -179,6 +179,31 @@ async fn a_drain_lets_turns_finish_takes_nothing_new_and_moves_each_key_once() {
 }
 
 #[tokio::test]
+async fn the_grace_runs_out_by_itself() {
+    let cluster = Cluster::start(2, instant()).await;
+    let prompt = ids(1, 64);
+    let first = cluster.sample(keyed("t", &prompt, 2)).await.unwrap();
+    let (old, _) = served(&first);
+    drain(&cluster, &old, 1).await.unwrap();
+    // Turn after turn, until one moves.
+    for _ in 0..3000 {
+        let turn = cluster.sample(keyed("t", &prompt, 2)).await.unwrap();
+        match served(&turn) {
+            (home, RouteReason::Draining) => {
+                assert_ne!(home, old);
+                let drain = look(&cluster, &old).await.drain.unwrap();
+                assert_eq!(drain.grace_left, seconds(0));
+                cluster.stop().await;
+                return;
+            }
+            stayed => assert_eq!(stayed, (old.clone(), RouteReason::Pinned)),
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    panic!("it never moved");
+}
+
+#[tokio::test]
 async fn turns_of_one_key_that_come_at_once_when_the_grace_is_over_move_together() {
     let cluster = Cluster::start(3, instant()).await;
     let prompt = ids(1, 64);
