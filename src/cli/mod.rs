@@ -32,7 +32,7 @@ enum Command {
     Serve(Box<serve::Args>),
     /// Run beside an engine: register it, report its health, drain it.
     Sidecar(sidecar::Args),
-    /// Run a simulated engine that speaks SGLang's HTTP.
+    /// Run a simulated engine that speaks SGLang's or vLLM's HTTP.
     SimEngine(sim_engine::Args),
     /// The control plane, eight simulated H100 replicas and the ablation, in one go.
     Demo(demo::Args),
