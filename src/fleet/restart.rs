@@ -110,6 +110,9 @@ impl Fleet {
             && entry.incarnation == incarnation
             && entry.lease.verified(Instant::now())
         {
+            // Its sidecar could not beat while nobody listened, and tries again in
+            // its own time.
+            entry.lease.extend(self.config.lease.ttl());
             info!(%replica, %incarnation, "replica is taken back");
             self.publish(&mut state);
         }

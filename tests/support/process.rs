@@ -37,16 +37,24 @@ pub struct Serve {
 impl Serve {
     pub fn start(options: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
+        let (process, url) = Self::spawn(dir.path(), "127.0.0.1:0", options);
+        Self { process, url, dir }
+    }
+
+    /// Again, on the same store and the same port, after it has ended.
+    pub fn restart(&mut self, options: &[&str]) {
+        let listen = self.url.trim_start_matches("http://").to_owned();
+        let (process, url) = Self::spawn(self.dir.path(), &listen, options);
+        assert_eq!(url, self.url);
+        self.process = process;
+    }
+
+    fn spawn(dir: &std::path::Path, listen: &str, options: &[&str]) -> (Process, String) {
         let mut child = berth()
-            .args([
-                "serve",
-                "--listen",
-                "127.0.0.1:0",
-                "--admin-listen",
-                "127.0.0.1:0",
-            ])
+            .args(["serve", "--listen", listen])
+            .args(["--admin-listen", "127.0.0.1:0"])
             .args(["--log-format", "json", "--data-dir"])
-            .arg(dir.path().join("store"))
+            .arg(dir.join("store"))
             .args(options)
             .stderr(Stdio::piped())
             .spawn()
@@ -64,11 +72,7 @@ impl Serve {
         };
         // Read on, so that it never blocks on a full pipe.
         std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
-        Self {
-            process: Process(child),
-            url,
-            dir,
-        }
+        (Process(child), url)
     }
 
     pub fn signal(&self, name: &str) {
