@@ -44,7 +44,7 @@ const PIECE: usize = 4096;
 /// A store that fails is tried again after this.
 const PAUSE: Duration = Duration::from_secs(1);
 /// A replica that does not answer within this at a start is silent.
-const ASK: Duration = Duration::from_secs(1);
+const ASK: Duration = Duration::from_secs(3);
 
 /// Keeps the notes.
 #[derive(Clone)]

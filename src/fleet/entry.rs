@@ -132,9 +132,10 @@ impl Entry {
         note: ReplicaNote,
         slots: Vec<Slot>,
         now: (Instant, SystemTime),
+        config: &LeaseConfig,
     ) -> Self {
         let mut entry = Self::new(note.facts, note.incarnation, slots, now.0);
-        entry.lease = Lease::unverified(now.0);
+        entry.lease = Lease::unverified(now.0, config);
         if let Some(drain) = note.drain {
             entry.drains.restore(&drain, now);
         }

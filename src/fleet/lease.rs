@@ -74,10 +74,12 @@ pub struct Lease {
 
 impl Lease {
     /// Of a replica that was known before a restart of the control plane: it is
-    /// suspect until somebody hears of it.
-    pub fn unverified(now: Instant) -> Self {
+    /// suspect until somebody hears of it, and its first beat is enough.
+    pub fn unverified(now: Instant, config: &LeaseConfig) -> Self {
         Self {
-            liveness: Liveness::Suspect { good_beats: 0 },
+            liveness: Liveness::Suspect {
+                good_beats: config.beats_to_return.saturating_sub(1),
+            },
             ..Self::new(now)
         }
     }

@@ -74,7 +74,9 @@ impl Fleet {
                 urls.dedup();
                 let id = note.facts.id.clone();
                 asked.push((id.clone(), note.incarnation, urls));
-                state.replicas.insert(id, Entry::restored(note, slots, now));
+                state
+                    .replicas
+                    .insert(id, Entry::restored(note, slots, now, &self.config.lease));
             }
             self.publish(&mut state);
         }

@@ -37,6 +37,7 @@ pub(crate) struct Trainer {
     keyed: bool,
     history: Vec<u32>,
     home: String,
+    last: String,
     tally: Tally,
 }
 
@@ -51,6 +52,7 @@ impl Trainer {
             keyed,
             history: (start..start + PROMPT).collect(),
             home: String::new(),
+            last: String::new(),
             tally: Tally::default(),
         }
     }
@@ -110,7 +112,10 @@ impl Trainer {
             if home != self.home {
                 self.tally.moved += 1;
                 let (n, from, why) = (self.n, &self.home, route.reason());
-                println!("trajectory {n}: turn {turn} went from {from} to {home}: {why:?}");
+                println!(
+                    "trajectory {n}: turn {turn} went from {from} to {home}: {why:?} {:?} prev {:?} replayed {}",
+                    route.attempts, self.last, response.replayed
+                );
             }
             // All but the last generated token of the turn before, whose KV nobody
             // has computed yet.
@@ -119,6 +124,12 @@ impl Trainer {
             self.tally.cached += u64::from(usage.cached_tokens);
         }
         self.home = home;
+        self.last = format!(
+            "{:?} {:?} replayed {}",
+            route.reason(),
+            route.attempts,
+            response.replayed
+        );
         self.history.extend(&sample.token_ids);
         self.tally.turns += 1;
         route.attempts.len()
