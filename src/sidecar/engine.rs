@@ -70,18 +70,17 @@ pub struct Sighting {
     pub standing: Standing,
     /// Of every registered rank, in their order.
     pub ranks: Vec<RankSighting>,
-    /// The weights that it serves now; empty where it does not tell, or where its
-    /// ranks differ.
-    pub weight_version: String,
 }
 
 /// What one look saw of a rank.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct RankSighting {
     /// Zeros where the engine lists it no more.
     pub load: RankLoad,
     /// Its scheduler.
     pub pulse: Pulse,
+    /// The weights that it serves now; empty where the engine does not tell.
+    pub weight_version: String,
 }
 
 /// How often an engine that is not ready is asked why.
@@ -233,14 +232,11 @@ impl Sglang {
                         ..RankLoad::default()
                     }),
                     pulse: self.frozen.observe(fact.rank, load, judge),
+                    weight_version: weight_version.clone(),
                 }
             })
             .collect();
-        Ok(Sighting {
-            standing,
-            ranks,
-            weight_version,
-        })
+        Ok(Sighting { standing, ranks })
     }
 
     /// A paused engine leaves `/health` unanswered, since that generates a

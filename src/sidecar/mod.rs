@@ -485,7 +485,7 @@ impl Sidecar {
                     waiting: rank.load.waiting,
                     waiting_uncached_tokens: rank.load.waiting_uncached_tokens,
                     kv_used_tokens: rank.load.kv_used_tokens,
-                    weight_version: seen.weight_version.clone(),
+                    weight_version: rank.weight_version.clone(),
                     paused: seen.standing == Standing::Paused,
                 })
                 .collect(),

@@ -1,7 +1,10 @@
 //! vLLM as its sidecar sees it: one server with any number of ranks, or one for
-//! each rank. A look asks what the server's front answers by itself, and in
-//! development mode two questions that go to the engine: whether it is paused, and
-//! which weights it serves.
+//! each rank. Whether it is well is judged by what the server's front answers by
+//! itself. In development mode two more questions go to the engine: whether it is
+//! paused, and which weights it serves. It answers them between two steps, and a
+//! step may take seconds (a long prompt, a kernel compiled at its first use): asked
+//! on a connection of their own, they hold nothing up, and until they are answered
+//! the last answers count.
 
 use std::time::Duration;
 
@@ -40,8 +43,19 @@ struct Server {
     /// Where it listens, if that is not where the replica does.
     endpoint: Option<String>,
     link: Link,
+    /// For what the engine has to answer.
+    aside: Link,
     /// It answers the questions of development mode.
     tells: bool,
+    /// What its engine said last.
+    told: Told,
+}
+
+/// What only the engine knows.
+#[derive(Clone, Debug, Default)]
+struct Told {
+    paused: bool,
+    weight_version: String,
 }
 
 /// Answers of one server.
@@ -56,6 +70,7 @@ struct Answers {
 const METRICS: &str = "/metrics";
 const SERVER_INFO: &str = "/server_info?config_format=json";
 const WEIGHT_INFO: &str = "/weight_info";
+const PAUSED: &str = "/is_paused";
 
 impl Vllm {
     pub(super) fn new(config: &SidecarConfig) -> Result<Self, String> {
@@ -63,7 +78,9 @@ impl Vllm {
             Ok::<_, String>(Server {
                 endpoint,
                 link: Link::new(url)?,
+                aside: Link::new(url)?,
                 tells: false,
+                told: Told::default(),
             })
         };
         let mut servers = vec![server(&config.engine_url, None)?];
@@ -127,7 +144,6 @@ impl Vllm {
         let limit = self.probe_timeout;
         let mut standing = Standing::Serving;
         let mut ranks = Vec::with_capacity(known.ranks.len());
-        let mut version: Option<String> = None;
         for server in &mut self.servers {
             let facts: Vec<_> = known
                 .ranks
@@ -142,25 +158,10 @@ impl Vllm {
                 Err(trouble) => return Err(trouble),
             }
             let scrape = metrics::parse(&server.body(METRICS, limit).await?)?;
-            let mut paused = scrape.engines.values().any(|engine| engine.asleep);
-            let mut serves = String::new();
-            if server.tells {
-                paused |= match server.optional("/is_paused", limit).await? {
-                    Some(body) => facts::is_paused(&body)?,
-                    None => false,
-                };
-                if let Some(body) = server.optional(WEIGHT_INFO, limit).await? {
-                    serves = facts::weight_version(&body)?;
-                }
-            }
-            if paused {
+            server.ask_engine(limit / 3).await;
+            let asleep = scrape.engines.values().any(|engine| engine.asleep);
+            if asleep || server.told.paused {
                 standing = Standing::Paused;
-            }
-            match &mut version {
-                None => version = Some(serves),
-                // Some are ahead of others: nothing can be said of all.
-                Some(version) if *version != serves => version.clear(),
-                Some(_) => {}
             }
             let loads = facts::loads(&scrape, &facts);
             ranks.extend(facts.iter().zip(loads).map(|(fact, load)| RankSighting {
@@ -172,13 +173,10 @@ impl Vllm {
                     rank: fact.rank,
                     ..RankLoad::default()
                 }),
+                weight_version: server.told.weight_version.clone(),
             }));
         }
-        Ok(Sighting {
-            standing,
-            ranks,
-            weight_version: version.unwrap_or_default(),
-        })
+        Ok(Sighting { standing, ranks })
     }
 }
 
@@ -196,9 +194,9 @@ fn dead(known: &Facts) -> Sighting {
                     ..RankLoad::default()
                 },
                 pulse: Pulse::Dead,
+                weight_version: known.weight_version.clone(),
             })
             .collect(),
-        weight_version: known.weight_version.clone(),
     }
 }
 
@@ -225,9 +223,17 @@ impl Server {
         let version = self.body("/version", limit).await?;
         let models = self.body("/v1/models", limit).await?;
         let metrics = self.body(METRICS, limit).await?;
-        let server_info = self.optional(SERVER_INFO, limit).await?;
-        let weight_info = self.optional(WEIGHT_INFO, limit).await?;
+        let server_info = optional(&mut self.link, SERVER_INFO, limit).await?;
+        let weight_info = optional(&mut self.aside, WEIGHT_INFO, limit).await?;
         self.tells = server_info.is_some() || weight_info.is_some();
+        // Another start than the one that said it, perhaps.
+        self.told = Told {
+            paused: false,
+            weight_version: match &weight_info {
+                Some(body) => facts::weight_version(body)?,
+                None => String::new(),
+            },
+        };
         Ok(Answers {
             version,
             models,
@@ -237,28 +243,63 @@ impl Server {
         })
     }
 
-    /// `None`: there is no such route.
-    async fn optional(
-        &mut self,
-        path: &'static str,
-        limit: Duration,
-    ) -> Result<Option<Bytes>, EngineTrouble> {
-        match self.body(path, limit).await {
-            Ok(body) => Ok(Some(body)),
-            Err(EngineTrouble::Status {
-                status: StatusCode::NOT_FOUND,
-                ..
-            }) => Ok(None),
-            Err(trouble) => Err(trouble),
+    /// Asks the engine, for as long as it may take.
+    async fn ask_engine(&mut self, limit: Duration) {
+        if !self.tells {
+            return;
+        }
+        let link = &mut self.aside;
+        let asked = async {
+            let paused = match optional(link, PAUSED, limit).await? {
+                Some(body) => facts::is_paused(&body)?,
+                None => false,
+            };
+            let weight_version = match optional(link, WEIGHT_INFO, limit).await? {
+                Some(body) => facts::weight_version(&body)?,
+                None => String::new(),
+            };
+            Ok::<_, EngineTrouble>(Told {
+                paused,
+                weight_version,
+            })
+        };
+        match tokio::time::timeout(limit, asked).await {
+            Ok(Ok(told)) => self.told = told,
+            Ok(Err(trouble)) => tracing::debug!(%trouble, "the engine does not tell"),
+            Err(_) => tracing::debug!("the engine is busy"),
         }
     }
 
     async fn body(&mut self, path: &'static str, limit: Duration) -> Result<Bytes, EngineTrouble> {
-        let (status, body) = self.link.get(path, limit).await?;
-        if status.is_success() {
-            Ok(body)
-        } else {
-            Err(EngineTrouble::Status { path, status })
-        }
+        body(&mut self.link, path, limit).await
+    }
+}
+
+/// `None`: there is no such route.
+async fn optional(
+    link: &mut Link,
+    path: &'static str,
+    limit: Duration,
+) -> Result<Option<Bytes>, EngineTrouble> {
+    match body(link, path, limit).await {
+        Ok(body) => Ok(Some(body)),
+        Err(EngineTrouble::Status {
+            status: StatusCode::NOT_FOUND,
+            ..
+        }) => Ok(None),
+        Err(trouble) => Err(trouble),
+    }
+}
+
+async fn body(
+    link: &mut Link,
+    path: &'static str,
+    limit: Duration,
+) -> Result<Bytes, EngineTrouble> {
+    let (status, body) = link.get(path, limit).await?;
+    if status.is_success() {
+        Ok(body)
+    } else {
+        Err(EngineTrouble::Status { path, status })
     }
 }
