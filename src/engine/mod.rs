@@ -188,6 +188,10 @@ pub enum EngineError {
     /// The engine failed (5xx other than busy).
     #[error("engine failed: {0}")]
     Failed(String),
+    /// What answers says that the engine behind it has died: nothing runs there any
+    /// more, though its port is open still.
+    #[error("engine died: {0}")]
+    Died(String),
     /// The answer contradicts the request or is no answer.
     #[error("bad reply: {0}")]
     BadReply(String),

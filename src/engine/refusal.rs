@@ -23,6 +23,8 @@ pub(super) enum Fault {
     /// Not the caller's: Berth sent an id twice, or the engine is not what it
     /// was registered as. Must never be kept as the request's own failure.
     Ours,
+    /// The engine has died.
+    Death,
 }
 
 /// The forms of messages that an engine is known to write. `#` stands for a
@@ -67,6 +69,7 @@ impl Words {
                 retry_after,
             },
             400 | 413 | 422 if fault == Fault::Request => EngineError::Rejected(message),
+            500..=599 if fault == Fault::Death => EngineError::Died(message),
             500..=599 => EngineError::Failed(message),
             _ => EngineError::BadReply(message),
         }

@@ -6,6 +6,7 @@
 //! | refused           | elsewhere; nothing was sent, so it is not counted as lost   |
 //! | busy              | with a key the same rank after a pause, else another        |
 //! | lost, bad reply   | elsewhere, at most `max_attempts` in all                    |
+//! | its engine died   | the same, on no rank of that replica                        |
 //! | ended by engine   | from the tokens so far, or answered as it is if so asked    |
 //! | rejected, stopped | none                                                        |
 //!
@@ -81,6 +82,8 @@ enum Left {
         /// The engine broke off, it was not told to.
         broken: bool,
     },
+    /// Nothing: the engine is dead, and says so.
+    Dead,
 }
 
 impl Left {
@@ -88,6 +91,7 @@ impl Left {
         match failure {
             Failure::Lost(_) | Failure::BadReply(_) => Self::Copy { broken: true },
             Failure::Stopped => Self::Copy { broken: false },
+            Failure::Died(_) => Self::Dead,
             Failure::Refused(_)
             | Failure::Busy { .. }
             | Failure::Rejected(_)
@@ -249,6 +253,11 @@ where
         match left {
             Left::Unsent => return Ok(()),
             Left::Nothing => {}
+            Left::Dead => {
+                let crowd = chosen.ticket.in_flight();
+                let poison = &self.layer.poison;
+                poison.said_dead(&self.prompt, &rank.target, crowd, in_turn);
+            }
             Left::Copy { broken } => {
                 let fence = &self.layer.fence;
                 let how = fence.attempt(&rank.target, &rank.url, id).await?;
@@ -376,6 +385,15 @@ where
             Failure::Lost(message) => {
                 self.layer.fleet.unreachable(target);
                 self.lose(tokens, base, chosen, lost(target, "was lost", &message))
+            }
+            Failure::Died(message) => {
+                self.layer.fleet.unreachable(target);
+                // One engine's death is the end of all ranks behind that port.
+                let snapshot = self.layer.fleet.snapshot();
+                let ranks = snapshot.ranks.iter();
+                let siblings = ranks.filter(|rank| rank.target.replica == target.replica);
+                self.avoid.extend(siblings.map(|rank| rank.slot));
+                self.lose(tokens, base, chosen, lost(target, "died", &message))
             }
             Failure::BadReply(message) => {
                 let error = Error::new(
@@ -610,7 +628,7 @@ impl Failure {
         match self {
             Self::Refused(_) => Some(AttemptFailure::Refused),
             Self::Busy { .. } => Some(AttemptFailure::Busy),
-            Self::Lost(_) => Some(AttemptFailure::Lost),
+            Self::Lost(_) | Self::Died(_) => Some(AttemptFailure::Lost),
             Self::Aborted(_) => Some(AttemptFailure::Aborted),
             Self::BadReply(_) => Some(AttemptFailure::BadReply),
             Self::Rejected(_) | Self::Stopped | Self::Fatal(_) => None,

@@ -58,6 +58,8 @@ pub enum Failure {
     },
     /// Broken off.
     Lost(String),
+    /// Its engine has died, as what answers for it says.
+    Died(String),
     /// The engine ended it early, by itself.
     Aborted(Box<Finish>),
     /// The reply contradicts the request.
@@ -73,9 +75,11 @@ pub enum Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Refused(m) | Self::Lost(m) | Self::BadReply(m) | Self::Rejected(m) => {
-                f.write_str(m)
-            }
+            Self::Refused(m)
+            | Self::Lost(m)
+            | Self::Died(m)
+            | Self::BadReply(m)
+            | Self::Rejected(m) => f.write_str(m),
             Self::Busy { message, .. } => f.write_str(message),
             Self::Aborted(finish) => match &finish.reason {
                 FinishReason::Aborted { message } => f.write_str(message),
@@ -100,6 +104,7 @@ impl From<EngineError> for Failure {
             },
             EngineError::Rejected(m) => Self::Rejected(m),
             EngineError::Lost(m) | EngineError::Failed(m) => Self::Lost(m),
+            EngineError::Died(m) => Self::Died(m),
             EngineError::BadReply(m) => Self::BadReply(m),
         }
     }

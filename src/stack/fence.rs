@@ -138,7 +138,8 @@ async fn abort(client: &Arc<dyn EngineClient>, url: &str, id: &EngineRequestId) 
         // A refusal by status is an answer as well: the engine is there and does
         // not know the id.
         Ok(Ok(()) | Err(EngineError::Rejected(_) | EngineError::BadReply(_))) => Answer::Aborted,
-        Ok(Err(EngineError::Refused(_))) => Answer::Refused,
+        // A dead engine runs nothing.
+        Ok(Err(EngineError::Refused(_) | EngineError::Died(_))) => Answer::Refused,
         Ok(Err(EngineError::Lost(_) | EngineError::Failed(_) | EngineError::Busy { .. }))
         | Err(_) => Answer::Silent,
     }

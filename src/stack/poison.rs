@@ -41,6 +41,11 @@ const CONDEMNED_FOR: Duration = Duration::from_secs(60 * 60);
 const CROWD: u64 = 8;
 /// Deaths this close to each other have one cause.
 const TOGETHER: Duration = Duration::from_secs(5);
+/// A server may go on to say that its engine is dead. What is told within this of
+/// the first time was there when it died; the rest came too late to be to blame.
+const TOLD: Duration = Duration::from_secs(2);
+/// So long such a server may linger.
+const LINGERS: Duration = Duration::from_secs(60);
 /// Deaths remembered within a moment.
 const MANY_DEATHS: usize = 1024;
 /// Prompts remembered at most; the oldest suspicions go first.
@@ -87,6 +92,8 @@ struct Known {
     prompts: HashMap<PromptHash, Suspicion>,
     /// Starts of replicas that died lately, each once.
     deaths: VecDeque<(Instant, Target)>,
+    /// Starts of replicas that say they are dead, and since when.
+    dead: VecDeque<(Instant, Target)>,
 }
 
 #[derive(Clone, Debug)]
@@ -230,6 +237,15 @@ impl Poison {
             });
     }
 
+    /// As [`died`](Self::died), for a start whose server says itself that its engine
+    /// is dead. Who comes only after that is not suspect.
+    pub fn said_dead(&self, prompt: &PromptHash, target: &Target, in_flight: u64, turn: bool) {
+        let fresh = self.lock().told_dead(Instant::now(), target);
+        if fresh {
+            self.died(prompt, target, in_flight, turn);
+        }
+    }
+
     /// The prompt was answered.
     pub fn cleared(&self, prompt: &PromptHash) {
         self.lock().prompts.remove(prompt);
@@ -251,6 +267,24 @@ impl Suspicion {
 }
 
 impl Known {
+    /// Notes that a start says it is dead; whether it has only just begun to.
+    fn told_dead(&mut self, now: Instant, target: &Target) -> bool {
+        let since = |at: &Instant| now.saturating_duration_since(*at);
+        self.dead.retain(|(at, _)| since(at) < LINGERS);
+        let known = self
+            .dead
+            .iter()
+            .find(|(_, t)| t.replica == target.replica && t.incarnation == target.incarnation);
+        if let Some((at, _)) = known {
+            return since(at) < TOLD;
+        }
+        if self.dead.len() >= MANY_DEATHS {
+            self.dead.pop_front();
+        }
+        self.dead.push_back((now, target.clone()));
+        true
+    }
+
     /// Notes a death once; returns how many other replicas died within a moment.
     fn note_death(&mut self, now: Instant, target: &Target) -> usize {
         let same = |t: &Target| t.replica == target.replica && t.incarnation == target.incarnation;
@@ -306,6 +340,28 @@ mod tests {
         assert!(poison.admit(&prompt(2)).is_ok());
         tokio::time::advance(CONDEMNED_FOR).await;
         assert!(poison.admit(&prompt(1)).is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_comes_to_a_dead_engine_did_not_kill_it() {
+        let poison = Poison::default();
+        poison.said_dead(&prompt(1), &start("a"), 2, false);
+        poison.said_dead(&prompt(2), &start("a"), 2, false);
+        assert!(poison.turn(&prompt(1)).await.is_some(), "was there");
+        assert!(poison.turn(&prompt(2)).await.is_some(), "was there");
+        tokio::time::advance(TOLD).await;
+        poison.said_dead(&prompt(3), &start("a"), 1, false);
+        assert!(poison.turn(&prompt(3)).await.is_none(), "came too late");
+        // Another start of it is another engine.
+        let mut next = start("a");
+        next.incarnation = Incarnation(2);
+        tokio::time::advance(TOGETHER).await;
+        poison.said_dead(&prompt(3), &next, 1, false);
+        assert!(poison.turn(&prompt(3)).await.is_some());
+        for i in 0..MANY_DEATHS + 10 {
+            poison.said_dead(&prompt(9), &start(&format!("r{i}")), 1, false);
+        }
+        assert!(poison.lock().dead.len() <= MANY_DEATHS);
     }
 
     #[tokio::test(start_paused = true)]

@@ -368,9 +368,9 @@ async fn what_berth_is_at_fault_for_is_no_refusal_of_the_request() {
 }
 
 #[tokio::test]
-async fn a_dead_engine_has_failed_and_a_cut_connection_is_lost() {
+async fn a_dead_engine_is_told_from_a_failure_and_a_cut_connection_is_lost() {
     let error = refused("err_token_out_of_vocab", StreamMode::Plain).await;
-    assert!(matches!(error, EngineError::Failed(m) if m.contains("EngineCore")));
+    assert!(matches!(error, EngineError::Died(m) if m.contains("EngineCore")));
     // As the killed rank's request was recorded: closed without a reply. And a
     // stream that ends in the middle, with the chunk open or politely.
     let rec = recorded("gen_stream");

@@ -168,9 +168,9 @@ impl EngineClient for VllmClient {
     /// 20 ms; a server without a route for aborts has this way alone. An attempt
     /// whose connection is open still is then stopped by dropping its stream.
     ///
-    /// An engine that is dead answers aborts as well, until its server has
-    /// noticed and ended: that it says so is [`EngineError::Failed`], not `Ok`,
-    /// because it says nothing of how the attempt ended.
+    /// A server whose engine is dead answers aborts as well, for seconds until it
+    /// ends. Where its health says so that is [`EngineError::Failed`], not `Ok`:
+    /// nobody was there to take the abort.
     fn abort(
         &self,
         url: &str,

@@ -29,7 +29,7 @@ pub(super) const WORDS: Words = Words(&[
     ("The model * does not exist. Valid aliases: *.", Fault::Ours),
     (
         "EngineCore encountered an issue. See stack trace (above) for the root cause.",
-        Fault::Ours,
+        Fault::Death,
     ),
 ]);
 
