@@ -395,6 +395,12 @@ pub enum AttemptFailure {
     Aborted,
     /// The reply contradicted the request.
     BadReply,
+    /// The rank gave no request an answer.
+    Silent,
+    /// Tokens came from other weights than were asked for.
+    Weights,
+    /// The engine did not have the adapter.
+    Adapter,
 }
 
 /// What log probabilities are taken from.

@@ -16,7 +16,7 @@ use serde::Deserialize;
 
 use crate::{
     engine::egress::Egress,
-    fleet::{FleetConfig, drain::MAX_GRACE, lease::LeaseConfig},
+    fleet::{FleetConfig, drain::MAX_GRACE, health::HealthConfig, lease::LeaseConfig},
     routing::RouterConfig,
     stack::StackConfig,
     store::sled::{Durability, SledOptions},
@@ -70,6 +70,32 @@ pub struct Options {
     #[arg(long, env = "BERTH_HEARTBEAT_INTERVAL", value_name = "TIME", value_parser = time)]
     #[serde(default, deserialize_with = "time_option")]
     pub heartbeat_interval: Option<Duration>,
+
+    /// A rank that gives no request anything for so long hangs; what its longest prompt and
+    /// its widest frame may take (slowest-prefill, slowest-decode) is added. [default: 15s]
+    #[arg(long, env = "BERTH_HANG_AFTER", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub hang_after: Option<Duration>,
+
+    /// Prompt tokens a second that the slowest engine computes: how long a long prompt is waited
+    /// for before its rank is said to hang. [default: 2000]
+    #[arg(long, env = "BERTH_SLOWEST_PREFILL", value_name = "N")]
+    pub slowest_prefill: Option<u32>,
+
+    /// Tokens a second that the slowest engine generates for one request, likewise for streams
+    /// with wide frames. [default: 5]
+    #[arg(long, env = "BERTH_SLOWEST_DECODE", value_name = "N")]
+    pub slowest_decode: Option<u32>,
+
+    /// Failures in a row, of more than one prompt, that eject a rank. [default: 5]
+    #[arg(long, env = "BERTH_EJECT_AFTER", value_name = "N")]
+    pub eject_after: Option<u32>,
+
+    /// So long after a rank was ejected because it hangs, its requests are sent elsewhere even
+    /// when it answers no abort. [default: 5s]
+    #[arg(long, env = "BERTH_FENCE_AFTER", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub fence_after: Option<Duration>,
 
     /// Take replicas that do not know their vocabulary size: token ids are then not checked,
     /// and one beyond it ends an engine. [default: false]
@@ -224,6 +250,11 @@ impl Options {
             free_space_floor: self.free_space_floor.or(other.free_space_floor),
             accept_loss: self.accept_loss.or(other.accept_loss),
             heartbeat_interval: self.heartbeat_interval.or(other.heartbeat_interval),
+            hang_after: self.hang_after.or(other.hang_after),
+            slowest_prefill: self.slowest_prefill.or(other.slowest_prefill),
+            slowest_decode: self.slowest_decode.or(other.slowest_decode),
+            eject_after: self.eject_after.or(other.eject_after),
+            fence_after: self.fence_after.or(other.fence_after),
             allow_unknown_vocabulary: self
                 .allow_unknown_vocabulary
                 .or(other.allow_unknown_vocabulary),
@@ -361,6 +392,24 @@ impl Config {
                         .unwrap_or(default.fleet.lease.interval),
                     ..default.fleet.lease
                 },
+                health: HealthConfig {
+                    hang_after: options
+                        .hang_after
+                        .unwrap_or(default.fleet.health.hang_after),
+                    slowest_prefill: options
+                        .slowest_prefill
+                        .unwrap_or(default.fleet.health.slowest_prefill),
+                    slowest_decode: options
+                        .slowest_decode
+                        .unwrap_or(default.fleet.health.slowest_decode),
+                    eject_after: options
+                        .eject_after
+                        .unwrap_or(default.fleet.health.eject_after),
+                    fence_after: options
+                        .fence_after
+                        .unwrap_or(default.fleet.health.fence_after),
+                    ..default.fleet.health
+                },
                 max_replicas: options.max_replicas.unwrap_or(default.fleet.max_replicas),
                 drain_grace: options.drain_grace.unwrap_or(default.fleet.drain_grace),
                 ..default.fleet
@@ -439,6 +488,8 @@ impl Config {
             ms(50),
             ms(60_000),
         );
+        within("hang-after", self.fleet.health.hang_after, ms(100), DAY);
+        within("fence-after", self.fleet.health.fence_after, ms(0), DAY);
         within("pin-ttl", self.router.pin_ttl, ms(1000), 30 * DAY);
         within(
             "default-deadline",
@@ -467,6 +518,17 @@ impl Config {
             (1..=65_536).contains(&self.fleet.max_replicas),
             "max-replicas: must be from 1 to 65536".to_owned(),
         );
+        let health = &self.fleet.health;
+        for (option, value) in [
+            ("slowest-prefill", health.slowest_prefill),
+            ("slowest-decode", health.slowest_decode),
+            ("eject-after", health.eject_after),
+        ] {
+            check(
+                (1..=1_000_000_000).contains(&value),
+                format!("{option}: must be from 1 to 1000000000"),
+            );
+        }
         check(
             (1..=100).contains(&self.stack.max_attempts),
             "max-attempts: must be from 1 to 100".to_owned(),

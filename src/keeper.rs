@@ -27,7 +27,7 @@ use crate::{
     engine::http::{HttpClient, HttpError},
     fleet::{Fleet, probe::port_refuses, restart::Found},
     ids::ReplicaId,
-    routing::{PinKey, Router},
+    routing::{HINT_TTL, PinKey, Router, pins::PinView},
     stack::{Parts, poison::Poison},
     store::{
         Store, StoreError,
@@ -98,15 +98,17 @@ impl Keeper {
         let mut pins = 0usize;
         for (key, note) in recalled.pins {
             let idle = wall.duration_since(note.used_at).unwrap_or_default();
-            let used = now
-                .checked_sub(idle)
-                .filter(|_| idle < crate::routing::HINT_TTL);
-            match (fleet.find(&note.target), used) {
-                (Some(rank), Some(used)) => {
+            match fleet.find(&note.target) {
+                Some(rank) if idle < HINT_TTL => {
                     pins += 1;
-                    let key = PinKey(key);
-                    self.router
-                        .restore(&fleet, key, rank.slot, note.tokens, used, now);
+                    let past = PinView {
+                        slot: rank.slot,
+                        tokens: note.tokens,
+                        adapter: note.adapter,
+                        idle,
+                        live: true,
+                    };
+                    self.router.restore(&fleet, PinKey(key), past, now);
                 }
                 // Its rank is gone, and its cache with it.
                 _ => lost.push(Note::Pin(key, None)),
@@ -219,6 +221,7 @@ impl Keeper {
                 let note = PinNote {
                     target: rank.target.clone(),
                     tokens: pin.tokens,
+                    adapter: pin.adapter,
                     used_at: wall.checked_sub(pin.idle).unwrap_or(wall),
                 };
                 Some(Note::Pin(key.0, Some(note)))

@@ -194,6 +194,7 @@ async fn serve(
     let stop = CancellationToken::new();
     let _stop_all = stop.clone().drop_guard();
     tokio::spawn(Arc::clone(&parts.fleet).keep(stop.clone()));
+    tokio::spawn(stack::trials::keep(parts.clone(), stop.clone()));
     tokio::spawn(sweep_pins(Arc::clone(&parts.router), stop.clone()));
     tokio::spawn(admin::serve(admin, drain.clone(), stop.clone()));
 

@@ -538,6 +538,7 @@ mod suite {
         PinNote {
             target: target(),
             tokens: n,
+            adapter: 3,
             used_at: SystemTime::UNIX_EPOCH + Duration::from_secs(u64::from(n)),
         }
     }

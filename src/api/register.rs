@@ -118,19 +118,7 @@ pub(super) fn facts(
         "weight_version",
         "may have 256 bytes at most and hold no control character",
     );
-    faults.check(
-        message.adapters.len() <= MAX_ADAPTERS,
-        "adapters",
-        "may list 1,024 at most",
-    );
-    faults.check(
-        message
-            .adapters
-            .iter()
-            .all(|a| is_name(&a.name) && a.load_id.len() <= MAX_NAME),
-        "adapters",
-        "each name must have 1 to 256 characters, each load_id 256 bytes at most",
-    );
+    check_adapters(&message.adapters, &mut faults);
     faults.check(message.page_size >= 1, "page_size", "must be at least 1");
     labels(&message, &mut faults);
     let accelerator = message.accelerator.clone().unwrap_or_default();
@@ -160,7 +148,7 @@ pub(super) fn facts(
             vocab_size,
             context_length: message.context_length,
             weight_version: message.weight_version.into(),
-            adapters: message.adapters.into_iter().map(adapter).collect(),
+            adapters: sorted(message.adapters),
             capabilities: capabilities(message.capabilities.unwrap_or_default()),
             accelerator: Accelerator {
                 name: accelerator.name,
@@ -344,6 +332,43 @@ fn ranks(ranks: &[proto::Rank], url: Option<&Arc<str>>, faults: &mut Faults) -> 
         .collect();
     facts.sort_by_key(|r| r.rank);
     facts
+}
+
+fn check_adapters(adapters: &[proto::Adapter], faults: &mut Faults) {
+    faults.check(
+        adapters.len() <= MAX_ADAPTERS,
+        "adapters",
+        "may list 1,024 at most",
+    );
+    faults.check(
+        adapters
+            .iter()
+            .all(|a| is_name(&a.name) && a.load_id.len() <= MAX_NAME),
+        "adapters",
+        "each name must have 1 to 256 characters, each load_id 256 bytes at most",
+    );
+    let names: BTreeSet<&str> = adapters.iter().map(|a| a.name.as_str()).collect();
+    faults.check(
+        names.len() == adapters.len(),
+        "adapters",
+        "two have one name",
+    );
+}
+
+pub(super) fn adapters(list: proto::AdapterList) -> Result<Vec<AdapterFacts>, Error> {
+    let mut faults = Faults::default();
+    check_adapters(&list.adapters, &mut faults);
+    if !faults.0.is_empty() {
+        return Err(Error::invalid(Reason::InvalidRequest, faults.0));
+    }
+    Ok(sorted(list.adapters))
+}
+
+/// By name, so that the same ones in another order are no news.
+fn sorted(adapters: Vec<proto::Adapter>) -> Vec<AdapterFacts> {
+    let mut adapters: Vec<AdapterFacts> = adapters.into_iter().map(adapter).collect();
+    adapters.sort_by(|a, b| a.name.cmp(&b.name));
+    adapters
 }
 
 fn adapter(adapter: proto::Adapter) -> AdapterFacts {

@@ -63,6 +63,7 @@ impl ReplicaService for Replicas {
             state: register::reported_state(message.state()),
             drain_grace: time("drain_grace", message.drain_grace)?,
             ranks: register::reports(message.ranks)?,
+            adapters: message.adapters.map(register::adapters).transpose()?,
         };
         let heard = self.fleet.beat(beat)?;
         let directive = if heard.drain {

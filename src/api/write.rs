@@ -160,6 +160,9 @@ fn attempt_failure(failure: AttemptFailure) -> proto::AttemptFailure {
         AttemptFailure::Lost => proto::AttemptFailure::Lost,
         AttemptFailure::Aborted => proto::AttemptFailure::Aborted,
         AttemptFailure::BadReply => proto::AttemptFailure::BadReply,
+        AttemptFailure::Silent => proto::AttemptFailure::Silent,
+        AttemptFailure::Weights => proto::AttemptFailure::Weights,
+        AttemptFailure::Adapter => proto::AttemptFailure::Adapter,
     }
 }
 

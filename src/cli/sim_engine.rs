@@ -72,6 +72,12 @@ pub struct Args {
     /// The weight version at the start.
     #[arg(long, default_value = "default")]
     weight_version: String,
+    /// Take LoRA adapters.
+    #[arg(long)]
+    enable_lora: bool,
+    /// Adapters at the start, `name=path`; may be repeated.
+    #[arg(long = "lora-paths", value_delimiter = ',', value_parser = adapter, requires = "enable_lora")]
+    lora_paths: Vec<(String, String)>,
     /// Wall time between a request's arrival and its id being known to aborts.
     #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
     parse_delay: Duration,
@@ -107,6 +113,7 @@ impl Args {
             chunked_prefill_size: self.chunked_prefill_size,
             priority_scheduling: self.enable_priority_scheduling,
             weight_version: self.weight_version.clone(),
+            adapters: self.enable_lora.then(|| self.lora_paths.clone()),
             parse_delay: self.parse_delay,
             eos: Eos {
                 id: self.eos_token_id,
@@ -117,6 +124,12 @@ impl Args {
             ..SimConfig::default()
         }
     }
+}
+
+fn adapter(text: &str) -> Result<(String, String), String> {
+    text.split_once('=')
+        .map(|(name, path)| (name.to_owned(), path.to_owned()))
+        .ok_or_else(|| "an adapter is name=path".to_owned())
 }
 
 /// Serves until it is told to end (SIGTERM: what runs is finished and new work

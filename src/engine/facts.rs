@@ -31,6 +31,8 @@ pub struct Facts {
     pub weight_version: String,
     /// LoRA adapters.
     pub adapters: Vec<AdapterFact>,
+    /// Adapters can be loaded and unloaded while it runs, and it tells which are.
+    pub lora: bool,
     /// Text can be given and is returned.
     pub tokenizer: bool,
     /// Log probabilities can be returned.

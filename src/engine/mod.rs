@@ -181,6 +181,9 @@ pub enum EngineError {
     /// The engine says that the request is at fault, and always will be.
     #[error("refused by the engine: {0}")]
     Rejected(String),
+    /// The engine does not have the adapter; it has taken nothing.
+    #[error("no such adapter: {0}")]
+    AdapterMissing(String),
     /// The connection broke or the answer ended without its end mark: whether
     /// the engine still runs it is unknown.
     #[error("lost: {0}")]

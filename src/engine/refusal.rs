@@ -25,6 +25,8 @@ pub(super) enum Fault {
     Ours,
     /// The engine has died.
     Death,
+    /// The engine's: it does not have the adapter.
+    Adapter,
 }
 
 /// The forms of messages that an engine is known to write. `#` stands for a
@@ -69,6 +71,7 @@ impl Words {
                 retry_after,
             },
             400 | 413 | 422 if fault == Fault::Request => EngineError::Rejected(message),
+            400 if fault == Fault::Adapter => EngineError::AdapterMissing(message),
             500..=599 if fault == Fault::Death => EngineError::Died(message),
             500..=599 => EngineError::Failed(message),
             _ => EngineError::BadReply(message),

@@ -9,15 +9,20 @@ use std::{
 use tokio::time::Instant;
 
 use super::{
-    Heard, RankLoad, RankSlot, RankState, RankView, ReplicaView, Slot,
+    Heard, RankLoad, RankSlot, RankState, RankView, ReplicaView, Slot, Trial,
     drain::{DrainStatus, Drains, Stage},
-    facts::{RankFacts, RankReport, ReplicaFacts, ReportedState},
+    facts::{AdapterFacts, RankFacts, RankReport, ReplicaFacts, ReportedState},
+    health::{Cause, Fitness, HealthConfig, RankHealth},
     lease::{Lease, LeaseConfig, Liveness},
 };
 use crate::{
     ids::{Incarnation, Target},
     store::notes::ReplicaNote,
 };
+
+/// A rank whose sidecar says that requests wait there is given so many times the
+/// patience: they may wait behind those of others.
+const QUEUE_ALLOWANCE: u32 = 4;
 
 /// One start of a replica.
 pub(super) struct Entry {
@@ -29,6 +34,7 @@ pub(super) struct Entry {
     pub(super) sequence: u64,
     reported: ReportedState,
     reports: BTreeMap<u32, RankReport>,
+    health: BTreeMap<u32, RankHealth>,
     /// Weights by rank, from registration, beats and replies; the last word.
     weights: BTreeMap<u32, Arc<str>>,
     registered_at: SystemTime,
@@ -89,7 +95,8 @@ pub enum Health {
     Healthy,
     /// Heartbeats are missing.
     Suspect,
-    /// The sidecar says that the engine does not answer.
+    /// The sidecar says that the engine does not answer, or none of its ranks is
+    /// fit for requests.
     Unhealthy,
     /// No new keys.
     Draining,
@@ -109,7 +116,13 @@ impl Entry {
             .iter()
             .map(|r| (r.rank, Arc::clone(&facts.weight_version)))
             .collect();
+        let health = facts
+            .ranks
+            .iter()
+            .map(|r| (r.rank, RankHealth::new(now)))
+            .collect();
         Self {
+            health,
             replica: Arc::new(ReplicaView { facts, incarnation }),
             incarnation,
             slots,
@@ -176,7 +189,7 @@ impl Entry {
             .collect()
     }
 
-    pub(super) fn replace_facts(&mut self, facts: ReplicaFacts, slots: Vec<Slot>) {
+    pub(super) fn replace_facts(&mut self, facts: ReplicaFacts, slots: Vec<Slot>, now: Instant) {
         if facts.weight_version != self.facts().weight_version {
             for rank in &facts.ranks {
                 self.weights
@@ -184,10 +197,140 @@ impl Entry {
             }
         }
         self.slots = slots;
+        let known = std::mem::take(&mut self.health);
+        self.health = facts
+            .ranks
+            .iter()
+            .map(|r| {
+                let health = known.get(&r.rank).copied();
+                (r.rank, health.unwrap_or_else(|| RankHealth::new(now)))
+            })
+            .collect();
+        self.set_facts(facts);
+    }
+
+    fn set_facts(&mut self, facts: ReplicaFacts) {
         self.replica = Arc::new(ReplicaView {
             facts,
             incarnation: self.incarnation,
         });
+    }
+
+    /// The adapters that it can serve now. Returns whether that is news.
+    pub(super) fn take_adapters(&mut self, adapters: Vec<AdapterFacts>) -> bool {
+        let news = self.facts().adapters != adapters;
+        if news {
+            self.set_facts(ReplicaFacts {
+                adapters,
+                ..self.facts().clone()
+            });
+        }
+        news
+    }
+
+    /// It has answered a request for this adapter: it holds it. Returns whether
+    /// that is news.
+    pub(super) fn adapter_used(&mut self, name: &str) -> bool {
+        let mut adapters = self.facts().adapters.clone();
+        if let Some(known) = adapters.iter_mut().find(|a| *a.name == *name) {
+            known.resident = true;
+        }
+        self.take_adapters(adapters)
+    }
+
+    /// It says that it does not have this adapter, whatever was said before.
+    /// Returns whether that is news.
+    pub(super) fn adapter_missing(&mut self, name: &str) -> bool {
+        let mut adapters = self.facts().adapters.clone();
+        adapters.retain(|a| *a.name != *name);
+        self.take_adapters(adapters)
+    }
+
+    pub(super) fn health(&self, rank: u32) -> Option<&RankHealth> {
+        self.health.get(&rank)
+    }
+
+    pub(super) fn health_mut(&mut self, rank: u32) -> Option<&mut RankHealth> {
+        self.health.get_mut(&rank)
+    }
+
+    /// Its ranks' numbers and loads.
+    pub(super) fn loads(&self) -> impl Iterator<Item = (u32, &Arc<RankLoad>)> {
+        let ranks = self.facts().ranks.iter().map(|r| r.rank);
+        ranks.zip(self.slots.iter().map(|(_, load)| load))
+    }
+
+    fn is_paused(&self, rank: u32) -> bool {
+        self.reports.get(&rank).is_some_and(|r| r.paused)
+    }
+
+    /// Whether a probe of this rank would harm nobody and could pass.
+    fn may_be_probed(&self, rank: u32) -> bool {
+        self.lease.liveness() == Liveness::Alive
+            && self.reported != ReportedState::Unhealthy
+            && !self.is_paused(rank)
+            && self.health(rank).is_some_and(RankHealth::may_be_probed)
+    }
+
+    /// Its ranks that are due for a probe, which is then under way.
+    pub(super) fn trials(&mut self) -> Vec<Trial> {
+        let replica = Arc::clone(&self.replica);
+        let mut due = Vec::new();
+        for facts in &replica.facts.ranks {
+            if self.may_be_probed(facts.rank)
+                && self.health_mut(facts.rank).is_some_and(RankHealth::ask)
+            {
+                due.push(Trial {
+                    target: Target {
+                        replica: replica.facts.id.clone(),
+                        incarnation: self.incarnation,
+                        rank: facts.rank,
+                    },
+                    facts: facts.clone(),
+                    replica: Arc::clone(&replica),
+                });
+            }
+        }
+        due
+    }
+
+    /// Lets time pass over its ranks: signs of life keep its lease, silence
+    /// ejects. Returns whether anything changed that routing sees, and the ranks
+    /// that are found to hang, with how long each was silent.
+    pub(super) fn tick_ranks(
+        &mut self,
+        now: Instant,
+        stall: Duration,
+        ttl: Duration,
+        config: &HealthConfig,
+    ) -> (bool, Vec<(u32, Duration)>) {
+        let mut changed = false;
+        let mut hanging = Vec::new();
+        for (facts, (_, load)) in self.replica.facts.ranks.iter().zip(&self.slots) {
+            let watch = load.watch();
+            if let Some(sign) = watch.last_sign() {
+                self.lease.succeeded(sign);
+            }
+            let report = self.reports.get(&facts.rank);
+            if !stall.is_zero() || report.is_some_and(|r| r.paused) {
+                watch.excuse();
+            }
+            let Some(health) = self.health.get_mut(&facts.rank) else {
+                continue;
+            };
+            changed |= health.tick(now, ttl);
+            // A scheduler that is well and has a queue may be at work for others.
+            let queued = report.is_some_and(|r| r.healthy && r.waiting > 0);
+            let allowance = if queued { QUEUE_ALLOWANCE } else { 1 };
+            if let Some(silence) = watch.silence(now)
+                && silence.lasts >= silence.patience * allowance
+            {
+                changed |= health.eject(Cause::Hangs, now, config);
+                watch.give_up();
+                hanging.push((facts.rank, silence.lasts));
+            }
+        }
+        (changed, hanging)
     }
 
     pub(super) fn url_of(&self, rank: u32) -> Arc<str> {
@@ -200,17 +343,26 @@ impl Entry {
 
     /// Takes a beat's reports; those of unknown ranks are dropped. Returns
     /// whether anything changed that routing sees.
-    pub(super) fn take_reports(&mut self, state: ReportedState, ranks: Vec<RankReport>) -> bool {
+    pub(super) fn take_reports(
+        &mut self,
+        state: ReportedState,
+        ranks: Vec<RankReport>,
+        now: Instant,
+        config: &HealthConfig,
+    ) -> bool {
         let mut changed = self.reported != state;
         self.reported = state;
+        for (rank, health) in &mut self.health {
+            let ill = ranks.iter().any(|r| r.rank == *rank && !r.healthy);
+            changed |= health.heard(state != ReportedState::Unhealthy && !ill, now, config);
+        }
         for report in ranks {
             if !self.facts().ranks.iter().any(|r| r.rank == report.rank) {
                 continue;
             }
             changed |= self.saw_weights(report.rank, &report.weight_version);
             let before = self.reports.insert(report.rank, report.clone());
-            changed |=
-                before.is_none_or(|b| b.healthy != report.healthy || b.paused != report.paused);
+            changed |= before.is_none_or(|b| b.paused != report.paused);
         }
         changed
     }
@@ -261,19 +413,39 @@ impl Entry {
         if self.drains.stage() == Stage::Over {
             return RankState::Drained;
         }
-        if self.lease.liveness() != Liveness::Alive {
-            return RankState::Closed("heartbeats are missing");
+        match self.lease.liveness() {
+            Liveness::Alive => {}
+            Liveness::Suspect { .. } => return RankState::Closed("heartbeats are missing"),
+            Liveness::Held | Liveness::Dead => {
+                return RankState::Ejected("heartbeats have been missing for long");
+            }
+        }
+        match self.health(rank).map(RankHealth::fitness) {
+            Some(Fitness::Out(why)) => return RankState::Ejected(why),
+            Some(Fitness::Closed(why)) => return RankState::Closed(why),
+            Some(Fitness::Fit) | None => {}
         }
         if self.reported == ReportedState::Unhealthy {
             return RankState::Closed("the engine does not answer");
         }
-        match (self.reports.get(&rank), self.drains.stage()) {
-            (Some(report), _) if !report.healthy => RankState::Closed("the rank makes no progress"),
-            (Some(report), Stage::None) if report.paused => RankState::Paused,
-            (Some(report), _) if report.paused => RankState::Closed("generation is paused"),
-            (_, Stage::None) => RankState::Open,
-            (_, _) => RankState::PinnedOnly,
+        match (self.is_paused(rank), self.drains.stage()) {
+            (true, Stage::None) => RankState::Paused,
+            (true, _) => RankState::Closed("generation is paused"),
+            (false, Stage::None) => RankState::Open,
+            (false, _) => RankState::PinnedOnly,
         }
+    }
+
+    /// Why none of its ranks is fit, if none is.
+    fn unfit(&self) -> Option<&'static str> {
+        let mut why = None;
+        for health in self.health.values() {
+            match health.fitness() {
+                Fitness::Fit => return None,
+                Fitness::Closed(w) | Fitness::Out(w) => why = why.or(Some(w)),
+            }
+        }
+        why
     }
 
     fn weights_of(&self, rank: u32) -> Arc<str> {
@@ -315,10 +487,19 @@ impl Entry {
         // A dead one has nothing to drain, unless the drain is for the next start.
         let alive = self.lease.liveness() != Liveness::Dead;
         let drain = self.drains.status(now).filter(|d| alive || d.hold);
+        let unfit = self.unfit();
         let (health, reason) = match (self.lease.liveness(), self.reported) {
             (Liveness::Dead, _) => (
                 Health::Dead,
                 self.death.unwrap_or("it was declared dead").to_owned(),
+            ),
+            (Liveness::Held, _) => (
+                Health::Suspect,
+                format!(
+                    "no heartbeat for {:.1} s; it is not called dead, because a good part of the \
+                     fleet fell silent with it",
+                    age.as_secs_f64()
+                ),
             ),
             (Liveness::Suspect { good_beats: 0 }, _) => (
                 Health::Suspect,
@@ -339,6 +520,9 @@ impl Entry {
                 Health::Unhealthy,
                 "its sidecar says that the engine does not answer".to_owned(),
             ),
+            (Liveness::Alive, _) if unfit.is_some() => {
+                (Health::Unhealthy, unfit.unwrap_or_default().to_owned())
+            }
             (Liveness::Alive, ReportedState::Draining | ReportedState::Ready) => match &drain {
                 Some(drain) => (Health::Draining, drain.sentence()),
                 None => (Health::Healthy, "heartbeats arrive".to_owned()),

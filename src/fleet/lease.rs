@@ -1,17 +1,20 @@
 //! One replica's lease: whether its heartbeats still vouch for it. Pure: time
 //! comes in as an argument, always tokio's.
 //!
-//! ```text
-//!            3 beats missed                6 beats missed, and no answer
-//!  ┌───────┐ ──────────────▶ ┌─────────┐   on the data path as long
-//!  │ Alive │                 │ Suspect │ ─────────────────────────────▶ ┌──────┐
-//!  └───────┘ ◀────────────── └─────────┘                                │ Dead │
-//!      │      2 good beats        │                                     └──────┘
-//!      └──────────────────────────┴─────────────────────────────────────▶ ▲
-//!                 its port refuses connections, or it left: at once
-//! ```
+//! | from                 | to      | when                                            |
+//! |----------------------|---------|-------------------------------------------------|
+//! | Alive                | Suspect | three beats are missing                         |
+//! | Suspect              | Alive   | two good beats                                  |
+//! | Alive, Suspect, Held | Dead    | six beats are missing, and the data path got no |
+//! |                      |         | answer for as long                              |
+//! | Alive, Suspect       | Held    | the same, while too many are silent at once     |
+//! | Held                 | Suspect | a good beat                                     |
+//! | any                  | Dead    | its port refuses connections, it left, or a     |
+//! |                      |         | newer start took its place: at once             |
 //!
-//! Dead is final: a replica that comes back is a new incarnation.
+//! Held is self-preservation: when a good part of a fleet falls silent at once,
+//! the fault is more likely here than there. Dead is final: a replica that comes
+//! back is a new incarnation.
 
 use std::time::Duration;
 
@@ -58,6 +61,9 @@ pub enum Liveness {
         /// Beats since; enough of them end the suspicion.
         good_beats: u32,
     },
+    /// Its time is over, and it is not called dead because too many fell silent
+    /// with it: no new work, and its keys move.
+    Held,
     /// Final.
     Dead,
 }
@@ -127,25 +133,45 @@ impl Lease {
                     Liveness::Suspect { good_beats }
                 };
             }
+            Liveness::Held => {
+                self.last_beat = now;
+                self.liveness = if config.beats_to_return <= 1 {
+                    Liveness::Alive
+                } else {
+                    Liveness::Suspect { good_beats: 1 }
+                };
+            }
             Liveness::Dead => {}
         }
         before != self.liveness
     }
 
-    /// The data path got an answer.
-    pub fn succeeded(&mut self, now: Instant) {
-        self.last_success = Some(now);
+    /// The data path got an answer at that time.
+    pub fn succeeded(&mut self, at: Instant) {
+        self.last_success = self.last_success.max(Some(at));
     }
 
-    /// Time has passed. Returns whether the liveness changed.
-    pub fn tick(&mut self, now: Instant, config: &LeaseConfig) -> bool {
+    /// Enough beats are missing to suspect it, whatever the data path says.
+    pub fn is_silent(&self, now: Instant, config: &LeaseConfig) -> bool {
+        self.liveness != Liveness::Dead
+            && now.saturating_duration_since(self.last_beat)
+                >= config.interval * config.suspect_after
+    }
+
+    /// Time has passed. `spare`: nobody is called dead for missing beats now.
+    /// Returns whether the liveness changed.
+    pub fn tick(&mut self, now: Instant, config: &LeaseConfig, spare: bool) -> bool {
         let before = self.liveness;
         let silent = now.saturating_duration_since(self.last_beat);
         match self.liveness {
-            Liveness::Alive | Liveness::Suspect { .. }
+            Liveness::Alive | Liveness::Suspect { .. } | Liveness::Held
                 if silent >= config.ttl() && !self.answers(now, config) =>
             {
-                self.liveness = Liveness::Dead;
+                self.liveness = if spare {
+                    Liveness::Held
+                } else {
+                    Liveness::Dead
+                };
             }
             Liveness::Alive if silent >= config.interval * config.suspect_after => {
                 self.liveness = Liveness::Suspect { good_beats: 0 };
@@ -154,7 +180,7 @@ impl Lease {
             Liveness::Suspect { good_beats } if good_beats > 0 && silent >= config.interval * 2 => {
                 self.liveness = Liveness::Suspect { good_beats: 0 };
             }
-            Liveness::Alive | Liveness::Suspect { .. } | Liveness::Dead => {}
+            Liveness::Alive | Liveness::Suspect { .. } | Liveness::Held | Liveness::Dead => {}
         }
         before != self.liveness
     }
@@ -194,8 +220,8 @@ mod tests {
     async fn three_missed_beats_make_it_suspect_and_two_good_ones_bring_it_back() {
         let t = Instant::now();
         let mut lease = Lease::new(t);
-        assert!(!lease.tick(t + secs(5.9), &C));
-        assert!(lease.tick(t + secs(6.0), &C));
+        assert!(!lease.tick(t + secs(5.9), &C, false));
+        assert!(lease.tick(t + secs(6.0), &C, false));
         assert_eq!(lease.liveness(), Liveness::Suspect { good_beats: 0 });
         assert!(lease.beat(t + secs(6.5), &C));
         assert_eq!(lease.liveness(), Liveness::Suspect { good_beats: 1 });
@@ -207,10 +233,10 @@ mod tests {
     async fn six_missed_beats_kill_unless_the_data_path_answers() {
         let t = Instant::now();
         let mut lease = Lease::new(t);
-        lease.tick(t + secs(6.0), &C);
+        lease.tick(t + secs(6.0), &C, false);
         lease.succeeded(t + secs(11.0));
-        assert!(!lease.tick(t + secs(12.0), &C), "it still answers");
-        assert!(lease.tick(t + secs(23.0), &C));
+        assert!(!lease.tick(t + secs(12.0), &C, false), "it still answers");
+        assert!(lease.tick(t + secs(23.0), &C, false));
         assert_eq!(lease.liveness(), Liveness::Dead);
     }
 
@@ -221,7 +247,7 @@ mod tests {
         lease.end();
         assert!(!lease.beat(t + secs(1.0), &C));
         assert!(!lease.beat(t + secs(2.0), &C));
-        assert!(!lease.tick(t + secs(3.0), &C));
+        assert!(!lease.tick(t + secs(3.0), &C, false));
         assert_eq!(lease.liveness(), Liveness::Dead);
     }
 
@@ -230,7 +256,30 @@ mod tests {
         let t = Instant::now();
         let mut lease = Lease::new(t);
         lease.extend(secs(60.0));
-        assert!(!lease.tick(t + secs(61.0), &C));
+        assert!(!lease.tick(t + secs(61.0), &C, false));
         assert_eq!(lease.liveness(), Liveness::Alive);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_who_is_spared_is_held_and_comes_back_by_two_good_beats() {
+        let t = Instant::now();
+        let mut lease = Lease::new(t);
+        lease.tick(t + secs(6.0), &C, true);
+        assert!(lease.tick(t + secs(12.0), &C, true));
+        assert_eq!(lease.liveness(), Liveness::Held);
+        assert!(!lease.tick(t + secs(600.0), &C, true));
+        assert!(lease.beat(t + secs(601.0), &C));
+        assert_eq!(lease.liveness(), Liveness::Suspect { good_beats: 1 });
+        assert!(lease.beat(t + secs(603.0), &C));
+        assert_eq!(lease.liveness(), Liveness::Alive);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_who_is_not_spared_any_more_is_dead() {
+        let t = Instant::now();
+        let mut lease = Lease::new(t);
+        lease.tick(t + secs(12.0), &C, true);
+        assert!(lease.tick(t + secs(12.5), &C, false));
+        assert_eq!(lease.liveness(), Liveness::Dead);
     }
 }

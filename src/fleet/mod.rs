@@ -5,17 +5,24 @@
 //! [`Snapshot`]; readers never take a lock. Nothing slow is done under it: the
 //! store is asked before, ports are probed outside. Incarnations come from the
 //! store and only grow, so a late word of an older start changes nothing.
+//!
+//! A replica has a [`lease`], which its heartbeats keep; each of its ranks has a
+//! [`health`], which the data path and the sidecar's words make. What the data
+//! path tells comes in through `passive`.
 
 pub mod drain;
 mod entry;
 pub mod facts;
+pub mod health;
 pub mod lease;
+mod passive;
 pub(crate) mod probe;
 pub mod restart;
+pub mod signs;
 pub mod snapshot;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -28,8 +35,10 @@ use tracing::{info, warn};
 use drain::Stage;
 use entry::Entry;
 pub use entry::{Health, RankStatus, ReplicaStatus};
-use facts::{RankReport, ReplicaFacts, ReportedState};
+use facts::{AdapterFacts, RankReport, ReplicaFacts, ReportedState};
+use health::HealthConfig;
 use lease::{LeaseConfig, Liveness};
+pub use passive::{Fault, Trial};
 use snapshot::{RankLoad, RankSlot, RankState, RankView, ReplicaView, Snapshot};
 
 use crate::{
@@ -43,6 +52,8 @@ use crate::{
 pub struct FleetConfig {
     /// Leases.
     pub lease: LeaseConfig,
+    /// What the data path makes of ranks.
+    pub health: HealthConfig,
     /// A dead replica is shown for so long, then forgotten.
     pub forget_after: Duration,
     /// Replicas known at once, dead ones included; more are refused.
@@ -56,6 +67,7 @@ impl Default for FleetConfig {
     fn default() -> Self {
         Self {
             lease: LeaseConfig::default(),
+            health: HealthConfig::default(),
             forget_after: Duration::from_secs(600),
             max_replicas: 4096,
             drain_grace: Duration::from_secs(30),
@@ -91,6 +103,8 @@ pub struct Beat {
     pub drain_grace: Option<Duration>,
     /// Of each rank.
     pub ranks: Vec<RankReport>,
+    /// The adapters that it can serve now. `None`: as before.
+    pub adapters: Option<Vec<AdapterFacts>>,
 }
 
 /// What a heartbeat is answered.
@@ -115,7 +129,22 @@ pub struct Fleet {
 struct State {
     replicas: BTreeMap<ReplicaId, Entry>,
     next_slot: u32,
+    /// Starts that were dead when they were forgotten, oldest first: death is
+    /// final. As many as replicas may be known.
+    buried: VecDeque<(ReplicaId, Incarnation)>,
+    /// So many fell silent at once that none of them is called dead.
+    sparing: bool,
 }
+
+/// Fewer replicas than this that fall silent are not many.
+const SPARE_FROM: usize = 3;
+/// In a smaller fleet nobody is spared.
+const SPARE_IN: usize = 5;
+/// More than this part of the fleet, in percent, is too many.
+const SPARE_ABOVE: usize = 30;
+
+/// Ticks between two looks at the port of a silent replica.
+const LOOK_EVERY: u32 = 8;
 
 impl Fleet {
     /// An empty one.
@@ -127,6 +156,11 @@ impl Fleet {
             snapshot: ArcSwap::default(),
             changed: watch::channel(0).0,
         })
+    }
+
+    /// As it was made.
+    pub fn config(&self) -> &FleetConfig {
+        &self.config
     }
 
     /// The fleet as it is.
@@ -185,12 +219,15 @@ impl Fleet {
                     let slots = known.slots_for(&facts.ranks);
                     let slots = fill_slots(&mut state.next_slot, slots);
                     if let Some(known) = state.replicas.get_mut(&facts.id) {
-                        known.replace_facts(facts, slots);
+                        known.replace_facts(facts, slots, now);
                     }
                 }
                 self.publish(&mut state);
                 return Ok(self.registered(grant.incarnation));
             }
+        }
+        if state.is_buried(&facts.id, grant.incarnation) {
+            return Err(dead(&facts.id, grant.incarnation));
         }
         info!(
             replica = %facts.id,
@@ -269,7 +306,10 @@ impl Fleet {
         if moved {
             info!(replica = %beat.replica, incarnation = %beat.incarnation, stage = ?drains.stage(), "drain");
         }
-        let changed = entry.take_reports(beat.state, beat.ranks);
+        let mut changed = entry.take_reports(beat.state, beat.ranks, now, &self.config.health);
+        if let Some(adapters) = beat.adapters {
+            changed |= entry.take_adapters(adapters);
+        }
         if returned || changed || moved {
             self.publish(&mut state);
         }
@@ -282,50 +322,6 @@ impl Fleet {
     /// A replica leaves. Unknown and older ones are left as they are.
     pub fn deregister(&self, replica: &ReplicaId, incarnation: Incarnation) {
         self.end(replica, incarnation, DEREGISTERED);
-    }
-
-    /// The data path got an answer from this rank, by weights of this version.
-    pub fn answered(&self, target: &Target, weight_version: Option<&str>) {
-        let now = Instant::now();
-        let mut state = self.lock();
-        let Some(entry) = state.current(target) else {
-            return;
-        };
-        entry.lease.succeeded(now);
-        let changed = weight_version.is_some_and(|v| entry.saw_weights(target.rank, v));
-        if changed {
-            self.publish(&mut state);
-        }
-    }
-
-    /// The data path could not reach this rank, or lost it: its port is asked,
-    /// and one that refuses is dead at once.
-    pub fn unreachable(self: &Arc<Self>, target: &Target) {
-        let url = {
-            let mut state = self.lock();
-            let Some(entry) = state.current(target) else {
-                return;
-            };
-            if entry.lease.liveness() == Liveness::Dead || entry.probing {
-                return;
-            }
-            entry.probing = true;
-            entry.url_of(target.rank)
-        };
-        let (fleet, target) = (Arc::clone(self), target.clone());
-        tokio::spawn(async move {
-            let refused = probe::port_refuses(&url).await;
-            if let Some(entry) = fleet.lock().current(&target) {
-                entry.probing = false;
-            }
-            if refused {
-                fleet.end(
-                    &target.replica,
-                    target.incarnation,
-                    "its port refuses connections",
-                );
-            }
-        });
     }
 
     fn end(&self, replica: &ReplicaId, incarnation: Incarnation, reason: &'static str) {
@@ -343,46 +339,78 @@ impl Fleet {
         }
     }
 
-    /// Lets time pass: leases run out, dead replicas are forgotten. `stall` is
-    /// how long this process itself did not run since the last call.
-    pub fn tick(&self, now: Instant, stall: Duration) {
+    /// Lets time pass: leases run out, silent ranks are ejected, terms end, dead
+    /// replicas are forgotten. `stall` is how long this process itself did not run
+    /// since the last call. Returns a rank of each replica that is silent: its port
+    /// should be asked.
+    pub fn tick(&self, now: Instant, stall: Duration) -> Vec<Target> {
+        let lease = &self.config.lease;
         let mut state = self.lock();
         let mut changed = false;
-        for (replica, entry) in &mut state.replicas {
+        let mut silent = Vec::new();
+        for entry in state.replicas.values_mut() {
             entry.lease.extend(stall);
             if entry.drains.pass(now) && entry.lease.liveness() != Liveness::Dead {
-                info!(%replica, incarnation = %entry.incarnation, "the drain's grace is over");
+                info!(replica = %entry.facts().id, incarnation = %entry.incarnation, "the drain's grace is over");
                 changed = true;
             }
-            if entry.lease.tick(now, &self.config.lease) {
+            if entry.lease.liveness() == Liveness::Dead {
+                continue;
+            }
+            let (news, hanging) = entry.tick_ranks(now, stall, lease.ttl(), &self.config.health);
+            changed |= news;
+            for (rank, lasts) in hanging {
+                warn!(
+                    replica = %entry.facts().id, incarnation = %entry.incarnation, rank, ?lasts,
+                    "rank gives no answer to any request: what was sent there is given up"
+                );
+            }
+        }
+        let spare = state.spare(now, lease);
+        for (replica, entry) in &mut state.replicas {
+            if entry.lease.tick(now, lease, spare) {
                 changed = true;
+                let incarnation = entry.incarnation;
                 match entry.lease.liveness() {
                     Liveness::Dead => {
                         entry.die("its heartbeats stopped", now);
-                        warn!(%replica, incarnation = %entry.incarnation, "replica is dead: its heartbeats stopped");
+                        // Nobody there has shown a sign of life for as long.
+                        for (_, load) in entry.loads() {
+                            load.watch().give_up();
+                        }
+                        warn!(%replica, %incarnation, "replica is dead: its heartbeats stopped");
                     }
                     Liveness::Suspect { .. } => {
-                        warn!(%replica, incarnation = %entry.incarnation, "replica is suspect: heartbeats are missing");
+                        warn!(%replica, %incarnation, "replica is suspect: heartbeats are missing");
+                    }
+                    Liveness::Held => {
+                        warn!(%replica, %incarnation, "replica is silent, and spared");
                     }
                     Liveness::Alive => {}
                 }
             }
+            if entry.lease.is_silent(now, lease)
+                && let Some(rank) = entry.facts().ranks.first()
+            {
+                silent.push(Target {
+                    replica: replica.clone(),
+                    incarnation: entry.incarnation,
+                    rank: rank.rank,
+                });
+            }
         }
-        let before = state.replicas.len();
-        let forget_after = self.config.forget_after;
-        state
-            .replicas
-            // A hold is for the start that comes, however late.
-            .retain(|_, e| e.drains.holds() || e.died_at.is_none_or(|at| now - at < forget_after));
-        if changed || state.replicas.len() != before {
+        let forgotten = state.forget(now, &self.config);
+        if changed || forgotten {
             self.publish(&mut state);
         }
+        silent
     }
 
     /// Calls [`tick`](Self::tick) until told to stop.
     pub async fn keep(self: Arc<Self>, stop: CancellationToken) {
         let period = (self.config.lease.interval / 4).max(Duration::from_millis(10));
         let mut last = Instant::now();
+        let mut ticks = 0_u32;
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -394,7 +422,14 @@ impl Fleet {
             let late = now.saturating_duration_since(last + period);
             let stall = if late > period { late } else { Duration::ZERO };
             last = now;
-            self.tick(now, stall);
+            let silent = self.tick(now, stall);
+            // A machine that is there and a process that is not: told by its port.
+            ticks = ticks.wrapping_add(1);
+            if ticks.is_multiple_of(LOOK_EVERY) {
+                for target in &silent {
+                    self.unreachable(target);
+                }
+            }
         }
     }
 
@@ -451,6 +486,58 @@ impl Fleet {
 }
 
 impl State {
+    /// Forgets who has been dead for long. Returns whether anybody was.
+    fn forget(&mut self, now: Instant, config: &FleetConfig) -> bool {
+        let before = self.replicas.len();
+        let buried = &mut self.buried;
+        self.replicas.retain(|replica, entry| {
+            let lately = |at| now - at < config.forget_after;
+            // A hold is for the start that comes, however late.
+            let keep = entry.drains.holds() || entry.died_at.is_none_or(lately);
+            if !keep {
+                buried.retain(|(other, _)| other != replica);
+                buried.push_back((replica.clone(), entry.incarnation));
+            }
+            keep
+        });
+        let most = config.max_replicas;
+        buried.drain(..buried.len().saturating_sub(most));
+        self.replicas.len() != before
+    }
+
+    fn is_buried(&self, replica: &ReplicaId, incarnation: Incarnation) -> bool {
+        self.buried
+            .iter()
+            .any(|(other, dead)| other == replica && *dead >= incarnation)
+    }
+
+    /// Whether nobody is to be called dead for missing beats: a good part of the
+    /// fleet is silent at once, so that the fault is more likely here.
+    fn spare(&mut self, now: Instant, lease: &LeaseConfig) -> bool {
+        let living = |e: &&Entry| e.lease.liveness() != Liveness::Dead;
+        let fleet = self.replicas.values().filter(living).count();
+        let silent = self
+            .replicas
+            .values()
+            .filter(|e| e.lease.is_silent(now, lease))
+            .count();
+        let spare = fleet >= SPARE_IN && silent >= SPARE_FROM && silent * 100 > fleet * SPARE_ABOVE;
+        if spare != self.sparing {
+            self.sparing = spare;
+            if spare {
+                warn!(
+                    silent,
+                    fleet,
+                    "too many replicas fell silent at once: none is called dead for it while \
+                     this lasts"
+                );
+            } else {
+                info!(silent, fleet, "silent replicas are called dead again");
+            }
+        }
+        spare
+    }
+
     /// The entry that `target` speaks of, if that start is the current one.
     fn current(&mut self, target: &Target) -> Option<&mut Entry> {
         self.replicas

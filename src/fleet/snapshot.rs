@@ -9,7 +9,10 @@ use std::{
     },
 };
 
-use super::facts::{RankFacts, ReplicaFacts};
+use super::{
+    facts::{AdapterFacts, RankFacts, ReplicaFacts},
+    signs::Watch,
+};
 use crate::{
     ids::{Incarnation, Target},
     routing::ring::Ring,
@@ -33,6 +36,9 @@ pub enum RankState {
     /// None for now, and soon all again: generation is paused, as for a weight
     /// sync. Keys that live here keep their pins.
     Paused,
+    /// None for longer, and its keys move: the data path ejected it, or it has
+    /// been unwell for as long as a lease.
+    Ejected(&'static str),
     /// None, and its keys move: the drain's grace is over.
     Drained,
 }
@@ -43,9 +49,15 @@ pub struct RankLoad {
     in_flight: AtomicU64,
     live_pins: AtomicU64,
     live_tokens: AtomicU64,
+    watch: Arc<Watch>,
 }
 
 impl RankLoad {
+    /// Signs of life of what was sent there.
+    pub fn watch(&self) -> &Arc<Watch> {
+        &self.watch
+    }
+
     /// Samples sent and not yet answered.
     pub fn in_flight(&self) -> u64 {
         self.in_flight.load(Ordering::Relaxed)
@@ -152,6 +164,26 @@ pub struct RankView {
 }
 
 impl RankView {
+    /// Its facts of this adapter, where it can serve it.
+    fn adapter(&self, name: Option<&str>) -> Option<&AdapterFacts> {
+        let name = name?;
+        let adapters = &self.replica.facts.adapters;
+        adapters.iter().find(|a| *a.name == *name)
+    }
+
+    /// It has this adapter in memory.
+    pub fn holds(&self, adapter: Option<&str>) -> bool {
+        self.adapter(adapter).is_some_and(|a| a.resident)
+    }
+
+    /// Names the load of this adapter that is there now; 0 without an adapter. KV
+    /// that another load made is not found.
+    pub fn adapter_load(&self, adapter: Option<&str>) -> u64 {
+        self.adapter(adapter).map_or(0, |a| {
+            xxhash_rust::xxh3::xxh3_64(a.load_id.as_bytes()).max(1)
+        })
+    }
+
     /// What load is divided by.
     #[expect(clippy::cast_precision_loss, reason = "capacities are below 2^52")]
     pub fn weight(&self) -> f64 {

@@ -49,6 +49,20 @@ fn beat(id: &str, incarnation: Incarnation, sequence: u64) -> Beat {
         state: ReportedState::Ready,
         drain_grace: None,
         ranks: Vec::new(),
+        adapters: None,
+    }
+}
+
+fn report(rank: u32, healthy: bool) -> RankReport {
+    RankReport {
+        rank,
+        healthy,
+        running: 0,
+        waiting: 0,
+        waiting_uncached_tokens: 0,
+        kv_used_tokens: 0,
+        weight_version: "1".into(),
+        paused: false,
     }
 }
 
@@ -154,6 +168,13 @@ async fn the_dead_are_forgotten_in_the_end() {
     fleet.tick(Instant::now() + Duration::from_secs(601), Duration::ZERO);
     assert!(fleet.list().is_empty());
     assert!(fleet.snapshot().lost_models.is_empty());
+    // And stay dead all the same.
+    assert_eq!(reason(fleet.beat(beat("a", me, 1))), Reason::Reregister);
+    assert_eq!(
+        reason(fleet.register(facts("a", "boot1")).await),
+        Reason::IncarnationDead
+    );
+    assert!(fleet.register(facts("a", "boot2")).await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]
@@ -174,14 +195,9 @@ async fn an_old_beat_is_ignored_and_ranks_close_one_by_one() {
         .unwrap()
         .incarnation;
     let report = |rank, healthy, paused| RankReport {
-        rank,
-        healthy,
-        running: 0,
-        waiting: 0,
-        waiting_uncached_tokens: 0,
-        kv_used_tokens: 0,
         weight_version: "2".into(),
         paused,
+        ..report(rank, healthy)
     };
     let with = |sequence, ranks| Beat {
         ranks,
@@ -235,6 +251,394 @@ async fn a_port_that_refuses_is_dead_at_once() {
         }
     }
     assert_eq!(fleet.list()[0].reason, "its port refuses connections");
+}
+
+/// Five replicas of two ranks; the fleet's own clock is the test's to move.
+async fn five() -> (Arc<Fleet>, Vec<Incarnation>) {
+    let fleet = fleet();
+    let mut incarnations = Vec::new();
+    for id in ["a", "b", "c", "d", "e"] {
+        let registered = fleet.register(facts(id, "boot")).await.unwrap();
+        incarnations.push(registered.incarnation);
+    }
+    (fleet, incarnations)
+}
+
+/// Time passes as [`Fleet::keep`] lets it, with beats of these.
+async fn pass(fleet: &Fleet, seconds: u64, beating: &[(&str, Incarnation)], sequence: &mut u64) {
+    for _ in 0..seconds {
+        tokio::time::advance(Duration::from_secs(1)).await;
+        *sequence += 1;
+        for (id, incarnation) in beating {
+            fleet.beat(beat(id, *incarnation, *sequence)).unwrap();
+        }
+        fleet.tick(Instant::now(), Duration::ZERO);
+    }
+}
+
+fn health(fleet: &Fleet, id: &str) -> Health {
+    fleet.get(&ReplicaId::new(id)).unwrap().health
+}
+
+fn target(fleet: &Fleet, id: &str, rank: u32) -> Target {
+    Target {
+        replica: ReplicaId::new(id),
+        incarnation: fleet.get(&ReplicaId::new(id)).unwrap().incarnation,
+        rank,
+    }
+}
+
+fn state_of(fleet: &Fleet, target: &Target) -> RankState {
+    fleet.snapshot().find(target).unwrap().state.clone()
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_silent_replica_of_five_dies_alone() {
+    let (fleet, incarnations) = five().await;
+    let beating: Vec<_> = ["a", "b", "c", "d"].into_iter().zip(incarnations).collect();
+    pass(&fleet, 13, &beating, &mut 0).await;
+    assert_eq!(health(&fleet, "e"), Health::Dead);
+    assert_eq!(health(&fleet, "a"), Health::Healthy);
+}
+
+#[tokio::test(start_paused = true)]
+async fn when_a_good_part_falls_silent_at_once_nobody_is_called_dead() {
+    let (fleet, incarnations) = five().await;
+    let mut sequence = 0;
+    let all: Vec<_> = ["a", "b", "c", "d", "e"]
+        .into_iter()
+        .zip(incarnations)
+        .collect();
+    pass(&fleet, 60, &all[..2], &mut sequence).await;
+    for id in ["c", "d", "e"] {
+        assert_eq!(health(&fleet, id), Health::Suspect);
+        assert!(matches!(
+            state_of(&fleet, &target(&fleet, id, 0)),
+            RankState::Ejected(_)
+        ));
+    }
+    assert!(
+        fleet
+            .get(&ReplicaId::new("c"))
+            .unwrap()
+            .reason
+            .contains("fell silent with it"),
+        "it says so"
+    );
+    // Two come back; the one that is left is not many.
+    pass(&fleet, 1, &all[..4], &mut sequence).await;
+    assert_eq!(health(&fleet, "c"), Health::Suspect);
+    pass(&fleet, 1, &all[..4], &mut sequence).await;
+    assert_eq!(health(&fleet, "c"), Health::Healthy);
+    assert_eq!(health(&fleet, "e"), Health::Dead);
+}
+
+#[tokio::test]
+async fn a_refused_port_overrides_self_preservation() {
+    let fleet = fleet();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url: Arc<str> = format!("http://{}", listener.local_addr().unwrap()).into();
+    drop(listener);
+    for id in ["a", "b", "c", "d", "e"] {
+        let mut facts = facts(id, "boot");
+        facts.url = Arc::clone(&url);
+        for rank in &mut facts.ranks {
+            rank.url = Arc::clone(&url);
+        }
+        fleet.register(facts).await.unwrap();
+    }
+    let silent = fleet.tick(Instant::now() + Duration::from_secs(13), Duration::ZERO);
+    assert_eq!(silent.len(), 5);
+    assert!(fleet.list().iter().all(|r| r.health == Health::Suspect));
+    let mut changes = fleet.changes();
+    for target in &silent {
+        fleet.unreachable(target);
+    }
+    while !fleet.list().iter().all(|r| r.health == Health::Dead) {
+        changes.changed().await.unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_generation_keeps_a_lease_whose_beats_are_missing() {
+    let fleet = fleet();
+    fleet.register(facts("a", "boot")).await.unwrap();
+    let at = target(&fleet, "a", 1);
+    let flight = {
+        let snapshot = fleet.snapshot();
+        let watch = snapshot.find(&at).unwrap().load.watch();
+        watch.begin(Duration::from_secs(60))
+    };
+    for _ in 0..30 {
+        flight.sign();
+        pass(&fleet, 1, &[], &mut 0).await;
+    }
+    assert_eq!(health(&fleet, "a"), Health::Suspect);
+    pass(&fleet, 12, &[], &mut 0).await;
+    assert_eq!(health(&fleet, "a"), Health::Dead);
+    // Whoever waited there is told.
+    flight.given_up().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rank_that_answers_nothing_is_ejected_and_no_other() {
+    let fleet = fleet();
+    let me = fleet
+        .register(facts("a", "boot"))
+        .await
+        .unwrap()
+        .incarnation;
+    let (hung, other) = (target(&fleet, "a", 0), target(&fleet, "a", 1));
+    let begin = |target: &Target| {
+        let snapshot = fleet.snapshot();
+        let watch = snapshot.find(target).unwrap().load.watch();
+        watch.begin(Duration::from_secs(20))
+    };
+    let (first, second, living) = (begin(&hung), begin(&hung), begin(&other));
+    let mut sequence = 0;
+    for _ in 0..19 {
+        living.sign();
+        pass(&fleet, 1, &[("a", me)], &mut sequence).await;
+        assert_eq!(state_of(&fleet, &hung), RankState::Open);
+    }
+    pass(&fleet, 1, &[("a", me)], &mut sequence).await;
+    assert!(matches!(state_of(&fleet, &hung), RankState::Ejected(_)));
+    assert_eq!(state_of(&fleet, &other), RankState::Open);
+    first.given_up().await;
+    second.given_up().await;
+    assert_eq!(fleet.hangs_since(&hung), Some(Instant::now()));
+    assert_eq!(fleet.hangs_since(&other), None);
+
+    assert!(fleet.trials().is_empty(), "its term runs");
+    drop((first, second));
+    living.sign();
+    pass(&fleet, 5, &[("a", me)], &mut sequence).await;
+    let due = fleet.trials();
+    assert_eq!(due.len(), 1);
+    assert_eq!(due[0].target, hung);
+    fleet.probed(&hung, health::Probe::Passed);
+    assert!(matches!(state_of(&fleet, &hung), RankState::Ejected(_)));
+    assert_eq!(fleet.trials().len(), 1);
+    fleet.probed(&hung, health::Probe::Passed);
+    assert_eq!(state_of(&fleet, &hung), RankState::Open);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_paused_rank_does_not_hang_and_neither_does_one_whose_queue_others_fill() {
+    let fleet = fleet();
+    let me = fleet
+        .register(facts("a", "boot"))
+        .await
+        .unwrap()
+        .incarnation;
+    let at = target(&fleet, "a", 0);
+    let snapshot = fleet.snapshot();
+    let watch = Arc::clone(snapshot.find(&at).unwrap().load.watch());
+    let _flight = watch.begin(Duration::from_secs(10));
+    let mut sequence = 0;
+    let mut pass = async |seconds: u32, waiting: u32, paused: bool| {
+        for _ in 0..seconds {
+            tokio::time::advance(Duration::from_secs(1)).await;
+            sequence += 1;
+            let report = RankReport {
+                waiting,
+                paused,
+                ..report(0, true)
+            };
+            let ranks = vec![report];
+            fleet
+                .beat(Beat {
+                    ranks,
+                    ..beat("a", me, sequence)
+                })
+                .unwrap();
+            fleet.tick(Instant::now(), Duration::ZERO);
+        }
+    };
+    pass(60, 0, true).await;
+    assert_eq!(fleet.hangs_since(&at), None, "paused");
+    pass(30, 1, false).await;
+    assert_eq!(fleet.hangs_since(&at), None, "behind others");
+    pass(10, 1, false).await;
+    assert!(fleet.hangs_since(&at).is_some(), "but not for ever");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stall_of_the_control_plane_ejects_nobody() {
+    let fleet = fleet();
+    fleet.register(facts("a", "boot")).await.unwrap();
+    let at = target(&fleet, "a", 0);
+    let snapshot = fleet.snapshot();
+    let _flight = snapshot
+        .find(&at)
+        .unwrap()
+        .load
+        .watch()
+        .begin(Duration::from_secs(10));
+    tokio::time::advance(Duration::from_secs(60)).await;
+    fleet.tick(Instant::now(), Duration::from_secs(59));
+    assert_eq!(fleet.hangs_since(&at), None);
+    assert_eq!(health(&fleet, "a"), Health::Healthy);
+}
+
+#[tokio::test(start_paused = true)]
+async fn failures_eject_at_most_half_of_a_models_ranks() {
+    let (fleet, _) = five().await;
+    let mut out = 0;
+    for id in ["a", "b", "c", "d", "e"] {
+        for rank in [0, 1] {
+            let at = target(&fleet, id, rank);
+            for evidence in 0..20 {
+                tokio::time::advance(Duration::from_millis(200)).await;
+                fleet.failed(&at, Fault::Lost, Some(evidence));
+            }
+            out += usize::from(state_of(&fleet, &at) != RankState::Open);
+        }
+    }
+    assert_eq!(out, 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_ill_rank_is_not_probed_since_a_message_to_a_dead_scheduler_hangs_all() {
+    let fleet = fleet();
+    let me = fleet
+        .register(facts("a", "boot"))
+        .await
+        .unwrap()
+        .incarnation;
+    let at = target(&fleet, "a", 0);
+    for _ in 0..5 {
+        tokio::time::advance(Duration::from_secs(1)).await;
+        fleet.failed(&at, Fault::Silent, None);
+    }
+    assert!(fleet.hangs_since(&at).is_some());
+    let say = |sequence, healthy| Beat {
+        ranks: vec![report(0, healthy)],
+        ..beat("a", me, sequence)
+    };
+    fleet.beat(say(1, false)).unwrap();
+    tokio::time::advance(Duration::from_secs(5)).await;
+    fleet.tick(Instant::now(), Duration::ZERO);
+    assert!(fleet.trials().is_empty());
+    fleet.beat(say(2, true)).unwrap();
+    fleet.beat(say(3, true)).unwrap();
+    assert_eq!(fleet.trials().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_zombies_late_heartbeat_and_late_reply_change_nothing() {
+    let fleet = fleet();
+    let old = fleet
+        .register(facts("a", "boot1"))
+        .await
+        .unwrap()
+        .incarnation;
+    let late = target(&fleet, "a", 0);
+    let new = fleet
+        .register(facts("a", "boot2"))
+        .await
+        .unwrap()
+        .incarnation;
+    assert!(new > old);
+    let version = fleet.changes().borrow().to_owned();
+    let shown = || {
+        let mut list = fleet.list();
+        for replica in &mut list {
+            replica.heartbeat_age = Duration::ZERO;
+        }
+        format!("{list:?}")
+    };
+    let before = shown();
+
+    let zombie = Beat {
+        state: ReportedState::Draining,
+        ranks: vec![report(0, false)],
+        adapters: Some(Vec::new()),
+        ..beat("a", old, 1_000_000)
+    };
+    assert_eq!(reason(fleet.beat(zombie)), Reason::StaleIncarnation);
+    fleet.answered(&late, Some("99"), Some("x"));
+    fleet.serves(&late, "99");
+    fleet.adapter_missing(&late, "x");
+    for i in 0..100 {
+        tokio::time::advance(Duration::from_secs(1)).await;
+        fleet.failed(&late, Fault::Lost, Some(i));
+    }
+    fleet.probed(&late, health::Probe::Failed);
+    fleet.deregister(&late.replica, old);
+    assert_eq!(fleet.changes().borrow().to_owned(), version);
+    assert_eq!(shown(), before);
+    assert!(fleet.is_over(&late));
+    assert_eq!(&*fleet.snapshot().ranks[0].weight_version, "1");
+    assert_eq!(states(&fleet), [RankState::Open, RankState::Open]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn weights_are_known_by_rank_from_registration_beats_and_replies() {
+    let fleet = fleet();
+    let me = fleet
+        .register(facts("a", "boot"))
+        .await
+        .unwrap()
+        .incarnation;
+    let versions = || -> Vec<String> {
+        let snapshot = fleet.snapshot();
+        let ranks = snapshot.ranks.iter();
+        ranks.map(|r| r.weight_version.to_string()).collect()
+    };
+    assert_eq!(versions(), ["1", "1"]);
+    let report = RankReport {
+        weight_version: "2".into(),
+        ..report(1, true)
+    };
+    fleet
+        .beat(Beat {
+            ranks: vec![report],
+            ..beat("a", me, 1)
+        })
+        .unwrap();
+    assert_eq!(versions(), ["1", "2"]);
+    fleet.answered(&target(&fleet, "a", 0), Some("3"), None);
+    assert_eq!(versions(), ["3", "2"]);
+    fleet.serves(&target(&fleet, "a", 1), "4");
+    assert_eq!(versions(), ["3", "4"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn adapters_are_known_from_registration_beats_and_replies() {
+    let fleet = fleet();
+    let adapter = |name: &str, load_id: &str, resident| AdapterFacts {
+        name: name.into(),
+        load_id: load_id.to_owned(),
+        resident,
+    };
+    let mut registered = facts("a", "boot");
+    registered.adapters = vec![adapter("x", "1", false), adapter("y", "1", true)];
+    let me = fleet.register(registered).await.unwrap().incarnation;
+    let at = target(&fleet, "a", 0);
+    let seen = |name: &str| {
+        let snapshot = fleet.snapshot();
+        let rank = snapshot.find(&at).unwrap();
+        (rank.holds(Some(name)), rank.adapter_load(Some(name)))
+    };
+    assert!(!seen("x").0 && seen("y").0 && !seen("z").0);
+    assert_eq!(seen("z").1, 0);
+    fleet.answered(&at, None, Some("x"));
+    assert!(seen("x").0);
+    let first = seen("x").1;
+    let tell = |sequence, adapters| Beat {
+        adapters,
+        ..beat("a", me, sequence)
+    };
+    fleet.beat(tell(1, None)).unwrap();
+    assert!(seen("y").0, "says nothing of adapters");
+    fleet
+        .beat(tell(2, Some(vec![adapter("x", "2", true)])))
+        .unwrap();
+    assert!(!seen("y").0);
+    assert_ne!(seen("x").1, first, "loaded anew");
+    fleet.adapter_missing(&at, "x");
+    assert!(fleet.snapshot().ranks[0].replica.facts.adapters.is_empty());
 }
 
 #[tokio::test(start_paused = true)]

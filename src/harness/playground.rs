@@ -99,16 +99,31 @@ impl Playground {
         engine: SimConfig,
         accelerator: AcceleratorConfig,
     ) -> anyhow::Result<&Replica> {
+        self.add_with(id, engine, |sidecar| sidecar.accelerator = accelerator)
+            .await
+    }
+
+    /// The same, with a change to what its sidecar is told.
+    ///
+    /// # Errors
+    /// As [`add`](Self::add).
+    pub async fn add_with(
+        &mut self,
+        id: &str,
+        engine: SimConfig,
+        change: impl FnOnce(&mut SidecarConfig),
+    ) -> anyhow::Result<&Replica> {
         let engine = SimEngine::start(engine)
             .await
             .context("a simulated engine cannot start")?;
         let mut config = SidecarConfig::new(self.url(), engine.url(), id);
-        config.accelerator = accelerator;
+        config.accelerator.ask_driver = false;
         if engine.config().dialect == Dialect::Vllm {
             config.engine = EngineKind::Vllm;
             // vLLM leaves it to the model's config.json, which there is none of.
             config.vocab_size = Some(engine.config().vocab_size);
         }
+        change(&mut config);
         let sidecar = Sidecar::new(config)?;
         let stop = CancellationToken::new();
         let replica = Replica {

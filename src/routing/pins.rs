@@ -52,12 +52,14 @@ impl PinKey {
     }
 }
 
-/// One pin. 40 bytes with its key and the table's overhead at full load: about 80.
+/// One pin. 56 bytes with its key; with the table's overhead at full load about 100.
 #[derive(Debug)]
 pub(super) struct Pin {
     pub(super) slot: RankSlot,
     /// Tokens of the history whose KV the rank holds by our count.
     pub(super) tokens: u32,
+    /// The load of the adapter that made that KV; 0 without one.
+    pub(super) adapter: u64,
     pub(super) last_used: Instant,
     /// Set while it counts as load.
     pub(super) live: Option<Arc<RankLoad>>,
@@ -102,6 +104,8 @@ pub struct PinView {
     pub slot: RankSlot,
     /// Tokens of its history in that rank's cache.
     pub tokens: u32,
+    /// The load of the adapter that made that cache; 0 without one.
+    pub adapter: u64,
     /// Since its last turn.
     pub idle: Duration,
     /// It counts as load.

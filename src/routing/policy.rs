@@ -19,6 +19,10 @@ use crate::{
     fleet::snapshot::{LoadTicket, ModelView, RankSlot, RankState, RankView, Snapshot},
 };
 
+/// A rank that has the adapter in memory is preferred with up to so much on it,
+/// however idle others are.
+const ADAPTER_QUEUE: u64 = 4;
+
 /// How the router decides.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RouterConfig {
@@ -169,7 +173,10 @@ impl Router {
             match Self::at_home(fleet, request, pin) {
                 AtHome::Yes(rank) => {
                     pin.touch(now, &rank.load);
-                    let expected = expected_cached(pin.tokens, request.prompt_tokens, rank);
+                    // KV of another load of the adapter is another adapter's.
+                    let same = pin.adapter == rank.adapter_load(request.needs.adapter.as_deref());
+                    let held = if same { pin.tokens } else { 0 };
+                    let expected = expected_cached(held, request.prompt_tokens, rank);
                     return Ok(Decision {
                         slot: rank.slot,
                         reason: RouteReason::Pinned,
@@ -193,6 +200,7 @@ impl Router {
         let mut pin = Pin {
             slot: rank.slot,
             tokens: 0,
+            adapter: rank.adapter_load(request.needs.adapter.as_deref()),
             last_used: now,
             live: None,
         };
@@ -220,6 +228,7 @@ impl Router {
         };
         match rank.state {
             RankState::Drained => AtHome::Gone(RouteReason::Draining),
+            RankState::Ejected(_) => AtHome::Gone(RouteReason::ReplicaLost),
             RankState::Closed(_) | RankState::Paused => AtHome::Away(RouteReason::Detour),
             RankState::Open | RankState::PinnedOnly => match request.needs.lack(rank) {
                 None => AtHome::Yes(rank),
@@ -240,7 +249,9 @@ impl Router {
     ) -> Result<&'f RankView, NoRoute> {
         let load =
             |rank: &RankView| as_f64(rank.load.live_pins() + rank.load.in_flight()) / rank.weight();
-        let (least, lightest) = Self::lightest(fleet, model, request, load)?;
+        let resident = Self::prefers_resident(fleet, model, request);
+        let wanted = |rank: &RankView| !resident || rank.holds(request.needs.adapter.as_deref());
+        let (least, lightest) = Self::lightest(fleet, model, request, load, wanted)?;
         let bound = if self.config.load_factor > 1.0 {
             // With the new key counted, as in consistent hashing with bounded
             // loads: an idle fleet then has room everywhere.
@@ -259,7 +270,7 @@ impl Router {
             .ring
             .first(key.0, |member| {
                 let rank = &fleet.ranks[model.ranks[member]];
-                Self::takes(rank, request) && load(rank) <= bound
+                Self::takes(rank, request) && wanted(rank) && load(rank) <= bound
             })
             .map_or(lightest, |member| &fleet.ranks[model.ranks[member]]))
     }
@@ -272,11 +283,33 @@ impl Router {
         model: &'f ModelView,
         request: &RouteRequest<'_>,
         load: impl Fn(&RankView) -> f64,
+        wanted: impl Fn(&RankView) -> bool,
     ) -> Result<(f64, &'f RankView), NoRoute> {
         Self::eligible(fleet, model, request)
+            .filter(|rank| wanted(rank))
             .map(|rank| (load(rank), rank))
             .min_by(|a, b| a.0.total_cmp(&b.0))
             .ok_or_else(|| Self::why_none(fleet, model, request))
+    }
+
+    /// Whether only ranks that have the request's adapter in memory are looked at:
+    /// one of them is there, and none of it is so much busier than the others that
+    /// loading the adapter there as well costs less than the queue.
+    fn prefers_resident(fleet: &Snapshot, model: &ModelView, request: &RouteRequest<'_>) -> bool {
+        let Some(adapter) = request.needs.adapter.as_deref() else {
+            return false;
+        };
+        let count = |rank: &RankView| rank.load.live_pins() + rank.load.in_flight();
+        let (mut all, mut ranks, mut lightest) = (u64::from(request.samples), 0, None);
+        for rank in Self::eligible(fleet, model, request) {
+            all += count(rank);
+            ranks += 1;
+            if rank.holds(Some(adapter)) {
+                let least = lightest.unwrap_or(u64::MAX);
+                lightest = Some(least.min(count(rank)));
+            }
+        }
+        lightest.is_some_and(|load| load <= ADAPTER_QUEUE || load * ranks <= 2 * all)
     }
 
     /// Least in flight over weight; ties by the ring order of the request's id.
@@ -292,12 +325,14 @@ impl Router {
             .placement
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let (least, lightest) = Self::lightest(fleet, model, request, load)?;
+        let resident = Self::prefers_resident(fleet, model, request);
+        let wanted = |rank: &RankView| !resident || rank.holds(request.needs.adapter.as_deref());
+        let (least, lightest) = Self::lightest(fleet, model, request, load, wanted)?;
         let rank = model
             .ring
             .first(request.request, |member| {
                 let rank = &fleet.ranks[model.ranks[member]];
-                Self::takes(rank, request) && load(rank) <= least
+                Self::takes(rank, request) && wanted(rank) && load(rank) <= least
             })
             .map_or(lightest, |member| &fleet.ranks[model.ranks[member]]);
         Ok(Self::decide(rank, request, reason))
@@ -374,14 +409,24 @@ impl Router {
     }
 
     /// A turn of `key` was answered by the rank in `slot`, which now holds the KV
-    /// of `tokens` tokens of it. Without effect when the key is pinned elsewhere.
-    pub fn grown(&self, fleet: &Snapshot, key: PinKey, slot: RankSlot, tokens: u32, now: Instant) {
+    /// of `tokens` tokens of it, made with `adapter`. Without effect when the key is
+    /// pinned elsewhere.
+    pub fn grown(
+        &self,
+        fleet: &Snapshot,
+        key: PinKey,
+        slot: RankSlot,
+        tokens: u32,
+        adapter: Option<&str>,
+        now: Instant,
+    ) {
         let mut shard = self.pins.shard(key);
         if let Some(pin) = shard.get_mut(key)
             && pin.slot == slot
         {
             pin.resize(tokens);
             if let Some(rank) = fleet.rank(slot) {
+                pin.adapter = rank.adapter_load(adapter);
                 pin.touch(now, &rank.load);
             }
             shard.changed(key);
@@ -398,6 +443,7 @@ impl Router {
         self.pins.shard(key).get(key).map(|pin| PinView {
             slot: pin.slot,
             tokens: pin.tokens,
+            adapter: pin.adapter,
             idle: now.saturating_duration_since(pin.last_used),
             live: pin.live.is_some(),
         })
@@ -431,25 +477,21 @@ impl Router {
         self.pins.bound().await;
     }
 
-    /// A pin of an earlier process, last used at `last_used`. Without effect where
-    /// the key has one by now, or the table is full.
-    pub fn restore(
-        &self,
-        fleet: &Snapshot,
-        key: PinKey,
-        slot: RankSlot,
-        tokens: u32,
-        last_used: Instant,
-        now: Instant,
-    ) {
+    /// A pin of an earlier process, idle since then for `past.idle`. Without effect
+    /// where the key has one by now, or the table is full.
+    pub fn restore(&self, fleet: &Snapshot, key: PinKey, past: PinView, now: Instant) {
+        let Some(last_used) = now.checked_sub(past.idle) else {
+            return;
+        };
         let mut pin = Pin {
-            slot,
-            tokens,
+            slot: past.slot,
+            tokens: past.tokens,
+            adapter: past.adapter,
             last_used,
             live: None,
         };
-        let live = now.saturating_duration_since(last_used) < self.config.pin_ttl;
-        if let Some(rank) = fleet.rank(slot).filter(|_| live) {
+        let live = past.live && past.idle < self.config.pin_ttl;
+        if let Some(rank) = fleet.rank(past.slot).filter(|_| live) {
             pin.touch(last_used, &rank.load);
         }
         self.pins.restore(key, pin);

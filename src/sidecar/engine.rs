@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     engine::{
-        facts::{Facts, FactsError, RankLoad, vocab_size_of_config},
+        facts::{AdapterFact, Facts, FactsError, RankLoad, vocab_size_of_config},
         http::{HttpClient, HttpConfig, HttpError},
         sglang::facts::{self, Bodies},
     },
@@ -70,6 +70,8 @@ pub struct Sighting {
     pub standing: Standing,
     /// Of every registered rank, in their order.
     pub ranks: Vec<RankSighting>,
+    /// The adapters that it has now; unset where it can have none.
+    pub adapters: Option<Vec<AdapterFact>>,
 }
 
 /// What one look saw of a rank.
@@ -216,6 +218,12 @@ impl Sglang {
         let loads = facts::parse_loads(&self.body(LOADS, self.probe_timeout).await?)?;
         let model_info = self.body("/model_info", self.probe_timeout).await?;
         let weight_version = facts::parse_weight_version(&model_info)?;
+        let adapters = if facts.lora {
+            let models = self.body("/v1/models", self.probe_timeout).await?;
+            Some(facts::parse_adapters(&models)?)
+        } else {
+            None
+        };
         if standing == Standing::Paused {
             self.frozen.reset();
         }
@@ -236,7 +244,11 @@ impl Sglang {
                 }
             })
             .collect();
-        Ok(Sighting { standing, ranks })
+        Ok(Sighting {
+            standing,
+            ranks,
+            adapters,
+        })
     }
 
     /// A paused engine leaves `/health` unanswered, since that generates a

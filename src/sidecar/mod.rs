@@ -37,7 +37,7 @@ use self::{
 };
 use crate::{
     engine::facts::Facts,
-    proto::{Directive, HeartbeatRequest, RankStatus, ReplicaState as WireState},
+    proto::{AdapterList, Directive, HeartbeatRequest, RankStatus, ReplicaState as WireState},
 };
 
 /// Why a sidecar ended by itself.
@@ -512,6 +512,13 @@ impl Sidecar {
             drain_grace: (state == WireState::Draining && ending)
                 .then(|| ENDING_GRACE.try_into().ok())
                 .flatten(),
+            adapters: self
+                .last
+                .as_ref()
+                .and_then(|seen| seen.adapters.as_deref())
+                .map(|adapters| AdapterList {
+                    adapters: adapters.iter().map(register::adapter).collect(),
+                }),
         }
     }
 

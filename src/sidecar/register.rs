@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     call,
-    engine::facts::Facts,
+    engine::facts::{AdapterFact, Facts},
     fleet::facts,
     proto::{
         Accelerator, Adapter, Capabilities, EngineKind, LogprobMode, Rank, RegisterReplicaRequest,
@@ -56,15 +56,7 @@ pub(super) fn request(
         vocab_size,
         context_length: facts.context_length,
         weight_version: facts.weight_version.clone(),
-        adapters: facts
-            .adapters
-            .iter()
-            .map(|adapter| Adapter {
-                name: adapter.name.clone(),
-                load_id: adapter.root.clone(),
-                resident: true,
-            })
-            .collect(),
+        adapters: facts.adapters.iter().map(adapter).collect(),
         capabilities: Some(Capabilities {
             tokenizer: facts.tokenizer,
             output_logprobs: facts.logprobs,
@@ -97,6 +89,16 @@ pub(super) fn request(
         }
         .into(),
         labels: config.labels.clone().into_iter().collect(),
+    }
+}
+
+/// What the engine lists, it has in memory; where it was loaded from names the
+/// load.
+pub(super) fn adapter(fact: &AdapterFact) -> Adapter {
+    Adapter {
+        name: fact.name.clone(),
+        load_id: fact.root.clone(),
+        resident: true,
     }
 }
 

@@ -176,7 +176,11 @@ impl Vllm {
                 weight_version: server.told.weight_version.clone(),
             }));
         }
-        Ok(Sighting { standing, ranks })
+        Ok(Sighting {
+            standing,
+            ranks,
+            adapters: None,
+        })
     }
 }
 
@@ -185,6 +189,7 @@ impl Vllm {
 fn dead(known: &Facts) -> Sighting {
     Sighting {
         standing: Standing::Serving,
+        adapters: None,
         ranks: known
             .ranks
             .iter()

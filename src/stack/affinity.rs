@@ -19,7 +19,7 @@ use super::{
     idempotency::{Samples, Work},
     partial::Partial,
     poison::{Poison, PromptHash},
-    resolve::ResolvedWork,
+    resolve::{ResolvedWork, list},
 };
 use crate::{
     call::{RouteReason, RoutingPolicy},
@@ -27,7 +27,7 @@ use crate::{
     error::{Error, Reason},
     fleet::{
         Fleet,
-        snapshot::{LoadTicket, RankSlot, RankView, ReplicaView},
+        snapshot::{LoadTicket, RankLoad, RankSlot, RankView, ReplicaView},
     },
     ids::{EngineRequestId, Target},
     routing::{Lack, NoRoute, PinKey, RouteRequest, Router},
@@ -68,6 +68,8 @@ pub struct RoutedRank {
     pub engine_rank: u32,
     /// The replica's facts.
     pub replica: Arc<ReplicaView>,
+    /// What runs there.
+    pub load: Arc<RankLoad>,
 }
 
 impl RoutedRank {
@@ -78,6 +80,7 @@ impl RoutedRank {
             url: Arc::clone(&view.facts.url),
             engine_rank: view.facts.engine_rank,
             replica: Arc::clone(&view.replica),
+            load: Arc::clone(&view.load),
         }
     }
 }
@@ -203,9 +206,10 @@ where
     }
 
     /// Chooses a rank that is not in the first of the sets `avoid`, or where there
-    /// is none in the next. Where all that could serve are paused, as for a weight
-    /// sync, it waits for one that resumes, as long as anybody waits for the
-    /// generation: a pinned key stays where it is.
+    /// is none in the next. It waits, as long as anybody waits for the generation,
+    /// where all that could serve are paused, as for a weight sync: a pinned key
+    /// stays where it is; and where the request says so, until some rank serves
+    /// its weights and takes it.
     ///
     /// # Errors
     /// `otherwise`, or why there is no rank; and why the generation stops.
@@ -217,6 +221,8 @@ where
         otherwise: Option<Error>,
     ) -> Result<Chosen, Error> {
         let generation = &resolved.work.generation;
+        let wanted = &resolved.work.call.params().weights;
+        let for_weights = wanted.wait && wanted.constraint.is_some();
         let mut changes = self.fleet.changes();
         let mut waits = false;
         loop {
@@ -231,17 +237,24 @@ where
                 }
                 paused |= why == NoRoute::Paused;
             }
-            if !paused {
-                return Err(otherwise.unwrap_or_else(|| no_route(why)));
+            let none = no_route(why);
+            let comes =
+                for_weights && matches!(none.reason, Reason::WeightsNotServed | Reason::NoReplica);
+            if !paused && !comes {
+                return Err(match none.reason {
+                    // Says more than how the last attempt was lost.
+                    Reason::WeightsNotServed | Reason::NotSupported => none,
+                    _ => otherwise.unwrap_or(none),
+                });
             }
-            if !std::mem::replace(&mut waits, true) {
+            if paused && !std::mem::replace(&mut waits, true) {
                 self.counters.waits_for_pause.one();
             }
             tokio::select! {
                 biased;
                 () = generation.stop_token().cancelled() => return Err(generation.stop_reason()),
                 changed = changes.changed() => if changed.is_err() {
-                    return Err(no_route(why));
+                    return Err(none);
                 },
             }
         }
@@ -304,21 +317,46 @@ pub(super) fn prompt_tokens(resolved: &ResolvedWork) -> u32 {
 }
 
 fn no_route(why: NoRoute) -> Error {
-    match why {
-        NoRoute::Lacking(lacks) if lacks.iter().any(|l| matches!(l, Lack::Weights { .. })) => {
-            Error::new(
-                Reason::WeightsNotServed,
-                "no rank serves the weights asked for any more",
-            )
+    let lacks = match why {
+        NoRoute::Lacking(lacks) => lacks,
+        NoRoute::Draining => {
+            return Error::new(
+                Reason::NoReplica,
+                "every rank that can serve this drains and takes no new trajectories: resume one \
+                 (ResumeReplica) or add a replica",
+            );
         }
-        NoRoute::Draining => Error::new(
-            Reason::NoReplica,
-            "every rank that can serve this drains and takes no new trajectories: resume one \
-             (ResumeReplica) or add a replica",
-        ),
-        NoRoute::Lacking(_) | NoRoute::NoModel | NoRoute::NoneOpen | NoRoute::Paused => Error::new(
-            Reason::NoReplica,
-            "no rank that can serve this takes requests now; ListReplicas says why",
-        ),
+        NoRoute::NoModel | NoRoute::NoneOpen | NoRoute::Paused => {
+            return Error::new(
+                Reason::NoReplica,
+                "no rank that can serve this takes requests now; ListReplicas says why",
+            );
+        }
+    };
+    let served: Vec<&str> = lacks
+        .iter()
+        .filter_map(|lack| match lack {
+            Lack::Weights { serves } => Some(&**serves),
+            _ => None,
+        })
+        .collect();
+    if !served.is_empty() {
+        return Error::new(
+            Reason::WeightsNotServed,
+            format!(
+                "no rank serves the weights asked for any more; served: {}",
+                list(served.into_iter())
+            ),
+        );
     }
+    if lacks.contains(&Lack::Adapter) {
+        return Error::new(
+            Reason::NotSupported,
+            "no rank serves the adapter asked for any more",
+        );
+    }
+    Error::new(
+        Reason::NoReplica,
+        "no rank that can serve this is there now; ListReplicas says why",
+    )
 }

@@ -7,22 +7,26 @@
 //! | busy              | with a key the same rank after a pause, else another        |
 //! | lost, bad reply   | elsewhere, at most `max_attempts` in all                    |
 //! | its engine died   | the same, on no rank of that replica                        |
+//! | silent            | the same, when its rank gave nobody an answer               |
+//! | other weights     | the same, from the prompt, by what the rank turned out to   |
+//! |                   | serve; where that may be waited for, once somebody serves it |
+//! | no adapter        | elsewhere; nothing was taken                                |
 //! | ended by engine   | from the tokens so far, or answered as it is if so asked    |
 //! | rejected, stopped | none                                                        |
 //!
 //! An attempt that may live on is fenced before the next one is sent; one whose
 //! engine died with it makes its prompt suspect, see [`poison`](super::poison).
 
-use std::{
-    sync::Arc,
-    time::{Duration, SystemTime},
-};
+mod accept;
+mod next;
+
+use std::{sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 use tower::Service;
 
 use super::{
-    affinity::{Affinity, AttemptDone, Chosen, RoutedAttempt, pin_key, prompt_tokens},
+    affinity::{Affinity, AttemptDone, Chosen, RoutedAttempt, pin_key},
     dispatch::{AttemptFailed, Failure},
     fence::Fenced,
     journal::Journal,
@@ -31,15 +35,11 @@ use super::{
     resolve::ResolvedWork,
 };
 use crate::{
-    call::{
-        AttemptFailure, AttemptReceipt, OnAbort, OnLost, RouteReason, RouteReceipt, SampleOutput,
-        StopReason, Usage,
-    },
-    engine::{Finish, FinishReason},
-    error::{Error, Reason},
+    call::{AttemptReceipt, RouteReason, RouteReceipt},
+    error::Error,
     failpoint::{self, Point},
     fleet::snapshot::RankSlot,
-    ids::{EngineRequestId, Target},
+    ids::EngineRequestId,
     store::FinishedSample,
 };
 
@@ -89,11 +89,17 @@ enum Left {
 impl Left {
     fn by(failure: &Failure) -> Self {
         match failure {
-            Failure::Lost(_) | Failure::BadReply(_) => Self::Copy { broken: true },
-            Failure::Stopped => Self::Copy { broken: false },
+            Failure::Lost(_) | Failure::BadReply(_) | Failure::Silent => {
+                Self::Copy { broken: true }
+            }
+            Failure::Stopped | Failure::OtherWeights { ended: false, .. } => {
+                Self::Copy { broken: false }
+            }
             Failure::Died(_) => Self::Dead,
             Failure::Refused(_)
             | Failure::Busy { .. }
+            | Failure::OtherWeights { ended: true, .. }
+            | Failure::AdapterMissing(_)
             | Failure::Rejected(_)
             | Failure::Aborted(_) => Self::Nothing,
             Failure::Fatal(_) => Self::Unsent,
@@ -261,8 +267,10 @@ where
             Left::Copy { broken } => {
                 let fence = &self.layer.fence;
                 let how = fence.attempt(&rank.target, &rank.url, id).await?;
-                if how == Fenced::Aborted {
-                    self.layer.counters.attempts_aborted.one();
+                match how {
+                    Fenced::Aborted => self.layer.counters.attempts_aborted.one(),
+                    Fenced::LeftBehind => self.layer.counters.attempts_left_behind.one(),
+                    Fenced::Refused | Fenced::Over => {}
                 }
                 if broken && how == Fenced::Refused {
                     let crowd = chosen.ticket.in_flight();
@@ -322,316 +330,6 @@ where
             biased;
             () = generation.stop_token().cancelled() => Err(generation.stop_reason()),
             () = tokio::time::sleep(pause) => Ok(()),
-        }
-    }
-
-    fn after(&mut self, failed: AttemptFailed, chosen: &Chosen, base: u32) -> Next {
-        let params = self.resolved.work.call.params();
-        let target = &chosen.rank.target;
-        let AttemptFailed { failure, tokens } = failed;
-        if let Some(kind) = failure.receipt() {
-            self.count(kind);
-            self.attempts.push(AttemptReceipt {
-                number: self.number,
-                target: target.clone(),
-                failure: Some(kind),
-                kept_tokens: 0,
-            });
-            tracing::info!(
-                request_id = %self.resolved.work.call.call().request_id,
-                sample = self.index,
-                attempt = self.number,
-                %target,
-                failure = ?kind,
-                why = %failure,
-                "attempt failed"
-            );
-        }
-        match failure {
-            Failure::Stopped => Next::Fail(self.resolved.work.generation.stop_reason()),
-            Failure::Fatal(error) => Next::Fail(error),
-            Failure::Rejected(message) => Next::Fail(Error::new(
-                Reason::EngineRefused,
-                format!("the engine refuses the request: {message}"),
-            )),
-            Failure::Refused(message) => {
-                self.layer.fleet.unreachable(target);
-                self.avoid.push(chosen.rank.slot);
-                self.refused.push(chosen.rank.slot);
-                let error = lost(target, "refuses connections", &message);
-                self.last = Some(error.clone());
-                if self.refused.len() >= MAX_REFUSALS {
-                    return Next::Fail(error);
-                }
-                let kept = self.keep(tokens, base, base);
-                Next::Again {
-                    kept,
-                    pause: Duration::ZERO,
-                }
-            }
-            Failure::Busy {
-                message,
-                retry_after,
-            } => {
-                self.last = Some(Error::new(
-                    Reason::EngineBusy,
-                    format!("{target} takes no more requests: {message}"),
-                ));
-                let pause = retry_after.unwrap_or(self.pause).min(LONGEST_PAUSE);
-                self.pause = (self.pause * 2).min(LONGEST_PAUSE);
-                let kept = self.keep(tokens, base, base);
-                Next::Again { kept, pause }
-            }
-            Failure::Lost(message) => {
-                self.layer.fleet.unreachable(target);
-                self.lose(tokens, base, chosen, lost(target, "was lost", &message))
-            }
-            Failure::Died(message) => {
-                self.layer.fleet.unreachable(target);
-                // One engine's death is the end of all ranks behind that port.
-                let snapshot = self.layer.fleet.snapshot();
-                let ranks = snapshot.ranks.iter();
-                let siblings = ranks.filter(|rank| rank.target.replica == target.replica);
-                self.avoid.extend(siblings.map(|rank| rank.slot));
-                self.lose(tokens, base, chosen, lost(target, "died", &message))
-            }
-            Failure::BadReply(message) => {
-                let error = Error::new(
-                    Reason::EngineMisbehaved,
-                    format!("{target} gave a reply that cannot be right: {message}"),
-                );
-                self.lose(Partial::default(), base, chosen, error)
-            }
-            Failure::Aborted(finish) => {
-                if params.on_abort == OnAbort::ReturnPartial {
-                    self.attempts.pop();
-                    return Next::Accept(Box::new(AttemptDone {
-                        tokens,
-                        finish: *finish,
-                    }));
-                }
-                self.continuations += 1;
-                if self.continuations > MAX_CONTINUATIONS {
-                    return Next::Fail(lost(target, "ended the generation again and again", ""));
-                }
-                let end = tokens.len();
-                if let Some(done) = self.complete(&tokens, &finish) {
-                    return Next::Accept(Box::new(done));
-                }
-                let kept = self.keep(tokens, base, end);
-                Next::Again {
-                    kept,
-                    pause: FIRST_PAUSE,
-                }
-            }
-        }
-    }
-
-    /// An engine may end a generation at its very last token: nothing is left to
-    /// go on with.
-    fn complete(&mut self, tokens: &Partial, finish: &Finish) -> Option<AttemptDone> {
-        let most = self.resolved.work.call.params().sampling.max_tokens?;
-        (tokens.len() >= most).then(|| {
-            self.attempts.pop();
-            AttemptDone {
-                tokens: tokens.clone(),
-                finish: Finish {
-                    reason: FinishReason::Length,
-                    ..finish.clone()
-                },
-            }
-        })
-    }
-
-    fn count(&self, failure: AttemptFailure) {
-        let counters = &self.layer.counters;
-        match failure {
-            AttemptFailure::Refused => &counters.attempts_refused,
-            AttemptFailure::Busy => &counters.attempts_busy,
-            AttemptFailure::Lost => &counters.attempts_lost,
-            AttemptFailure::Aborted => &counters.attempts_ended_early,
-            AttemptFailure::BadReply => &counters.attempts_bad_reply,
-        }
-        .one();
-    }
-
-    fn count_sample(&self, output: &SampleOutput, wrong_rank: bool) {
-        let counters = &self.layer.counters;
-        let usage = &output.usage;
-        counters.samples.one();
-        counters.wrong_rank.add(u64::from(wrong_rank));
-        let expected = output.route.expected_cached_tokens;
-        counters.cached_tokens_expected.add(u64::from(expected));
-        counters
-            .cached_tokens_reported
-            .add(u64::from(usage.cached_tokens));
-        counters.prompt_tokens.add(u64::from(usage.prompt_tokens));
-        counters
-            .completion_tokens
-            .add(u64::from(usage.completion_tokens));
-    }
-
-    /// After an attempt that was lost for good.
-    fn lose(&mut self, tokens: Partial, base: u32, chosen: &Chosen, error: Error) -> Next {
-        self.avoid.push(chosen.rank.slot);
-        self.losses += 1;
-        if self.losses >= self.layer.max_attempts {
-            return Next::Fail(error);
-        }
-        self.last = Some(error);
-        let params = self.resolved.work.call.params();
-        // With the last token there only the end mark was lost, and with it what
-        // stands in the end mark: such a sample is generated anew.
-        let whole = params
-            .sampling
-            .max_tokens
-            .is_some_and(|m| tokens.len() >= m);
-        // vLLM names the weights at the end only: of what was lost before it none
-        // are known, and no condition on them can be said to hold.
-        let unfit = params.weights.constraint.as_ref().is_some_and(|wanted| {
-            let mut spans = tokens.weight_spans.iter();
-            spans.any(|span| !wanted.admits(&span.version))
-        });
-        let kept = if params.on_lost == OnLost::Resume && !whole && !unfit {
-            let end = tokens.len();
-            self.keep(tokens, base, end)
-        } else {
-            // From the prompt: nothing of any attempt is kept.
-            for attempt in &mut self.attempts {
-                attempt.kept_tokens = 0;
-            }
-            Partial::default()
-        };
-        Next::Again {
-            kept,
-            pause: Duration::ZERO,
-        }
-    }
-
-    /// Keeps tokens; those from `base` to `end` are the last attempt's.
-    fn keep(&mut self, tokens: Partial, base: u32, end: u32) -> Partial {
-        if let Some(last) = self.attempts.last_mut() {
-            last.kept_tokens = end.saturating_sub(base);
-        }
-        tokens
-    }
-
-    async fn accept(
-        &mut self,
-        chosen: Chosen,
-        done: AttemptDone,
-        base: u32,
-    ) -> Result<(FinishedSample, bool), Error> {
-        let AttemptDone { tokens, finish } = done;
-        self.layer.poison.cleared(&self.prompt);
-        let completion = tokens.len();
-        let target = chosen.rank.target.clone();
-        self.attempts.push(AttemptReceipt {
-            number: self.number,
-            target: target.clone(),
-            failure: None,
-            kept_tokens: completion - base,
-        });
-        let prompt = match prompt_tokens(self.resolved) {
-            // A text prompt: only the engine knows.
-            0 => finish.usage.prompt_tokens,
-            known => known,
-        };
-        let (stop_reason, matched) = match finish.reason {
-            FinishReason::Stop(matched) => (StopReason::Stop, matched),
-            FinishReason::Length => (StopReason::Length, None),
-            FinishReason::Aborted { .. } => (StopReason::Aborted, None),
-        };
-        let served_rank = finish.served_rank;
-        let wrong_rank = served_rank.is_some_and(|served| served != chosen.rank.engine_rank);
-        if wrong_rank {
-            tracing::warn!(%target, served_rank, "the engine served on another rank than it was told");
-        }
-        let last_version = tokens
-            .weight_spans
-            .last()
-            .map(|s| s.version.clone())
-            .filter(|version| !version.is_empty());
-        let snapshot = self.layer.fleet.snapshot();
-        if let Some(key) = pin_key(self.resolved)
-            && !wrong_rank
-        {
-            // The last token's KV is not computed.
-            let held = (prompt + completion).saturating_sub(1);
-            let now = Instant::now();
-            self.layer
-                .router
-                .grown(&snapshot, key, chosen.rank.slot, held, now);
-        }
-        self.layer.fleet.answered(&target, last_version.as_deref());
-
-        let finished = FinishedSample {
-            output: SampleOutput {
-                stop_reason,
-                matched,
-                // Text of a resumed attempt is a part only.
-                text: finish.text.filter(|_| base == 0),
-                routed_experts: finish.routed_experts,
-                usage: Usage {
-                    prompt_tokens: prompt,
-                    cached_tokens: finish.usage.cached_tokens.min(prompt),
-                    completion_tokens: completion,
-                },
-                route: RouteReceipt {
-                    target,
-                    served_rank,
-                    reason: chosen.reason,
-                    attempts: std::mem::take(&mut self.attempts),
-                    expected_cached_tokens: chosen.expected_cached_tokens,
-                },
-                tokens: tokens.tokens,
-                logprobs: tokens.logprobs,
-                top_logprobs: tokens.top_logprobs,
-                weight_spans: tokens.weight_spans,
-            },
-            prompt_logprobs: tokens.prompt_logprobs,
-            logprob_mode: chosen.rank.replica.facts.logprob_mode,
-            finished_at: SystemTime::now(),
-            first_token: tokens.first_token,
-        };
-        // On disk before anybody sees it. The rank is done with it: off the count
-        // first.
-        drop(chosen.ticket);
-        let kept = self
-            .resolved
-            .work
-            .journal
-            .commit(self.index, self.number, finished.clone())
-            .await
-            .inspect_err(|error| {
-                if error.reason == Reason::OutcomeUnknown {
-                    self.layer.counters.late_results.one();
-                }
-            })?;
-        self.count_sample(&finished.output, wrong_rank);
-        self.resolved.work.generation.sample_done(self.index);
-        Ok((finished, kept))
-    }
-}
-
-fn lost(target: &Target, how: &str, message: &str) -> Error {
-    let colon = if message.is_empty() { "" } else { ": " };
-    Error::new(
-        Reason::ReplicaLost,
-        format!("{target} {how}{colon}{message}; no other attempt was left or possible"),
-    )
-}
-
-impl Failure {
-    /// How it stands in the receipt; `None` for what is no failed attempt.
-    fn receipt(&self) -> Option<AttemptFailure> {
-        match self {
-            Self::Refused(_) => Some(AttemptFailure::Refused),
-            Self::Busy { .. } => Some(AttemptFailure::Busy),
-            Self::Lost(_) | Self::Died(_) => Some(AttemptFailure::Lost),
-            Self::Aborted(_) => Some(AttemptFailure::Aborted),
-            Self::BadReply(_) => Some(AttemptFailure::BadReply),
-            Self::Rejected(_) | Self::Stopped | Self::Fatal(_) => None,
         }
     }
 }

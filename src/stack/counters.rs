@@ -44,6 +44,14 @@ counters! {
     attempts_ended_early,
     /// Attempts whose reply was not believed.
     attempts_bad_reply,
+    /// Attempts given up because their rank gave no request an answer.
+    attempts_silent,
+    /// Attempts whose tokens came from other weights than were asked for.
+    attempts_other_weights,
+    /// Attempts at engines that did not have the adapter.
+    attempts_without_adapter,
+    /// Attempts given up at a hanging engine without its answer to an abort.
+    attempts_left_behind,
     /// Attempts that were aborted at their engine, by us.
     attempts_aborted,
     /// Attempts left by an earlier run of the control plane and fenced.

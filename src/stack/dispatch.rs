@@ -27,6 +27,7 @@ use crate::{
     },
     error::Error,
     failpoint::{self, Point},
+    fleet::health::HealthConfig,
     ids::EngineRequestId,
     store::AttemptRecord,
 };
@@ -34,6 +35,10 @@ use crate::{
 /// Frames of a cumulative stream, over a whole generation, at most about this
 /// many: each repeats everything before it.
 const CUMULATIVE_FRAMES: u32 = 16;
+
+/// Tokens of one frame of an incremental stream: the interval is a flag of the
+/// server, and not told; a wider one is covered by what is allowed on top.
+const INCREMENTAL_FRAME: u32 = 10;
 
 /// A failed attempt.
 #[derive(Debug)]
@@ -64,6 +69,17 @@ pub enum Failure {
     Aborted(Box<Finish>),
     /// The reply contradicts the request.
     BadReply(String),
+    /// Its rank gave no request an answer: it was given up.
+    Silent,
+    /// Tokens come from other weights than were asked for.
+    OtherWeights {
+        /// These.
+        version: String,
+        /// The engine came to its own end.
+        ended: bool,
+    },
+    /// The engine does not have the adapter; it has taken nothing.
+    AdapterMissing(String),
     /// The engine says that the request is at fault.
     Rejected(String),
     /// Nobody waits for it any more, or it was cancelled.
@@ -79,7 +95,12 @@ impl fmt::Display for Failure {
             | Self::Lost(m)
             | Self::Died(m)
             | Self::BadReply(m)
+            | Self::AdapterMissing(m)
             | Self::Rejected(m) => f.write_str(m),
+            Self::Silent => f.write_str("its rank gave no request an answer for too long"),
+            Self::OtherWeights { version, .. } => {
+                write!(f, "weights {version:?} made tokens, others were asked for")
+            }
             Self::Busy { message, .. } => f.write_str(message),
             Self::Aborted(finish) => match &finish.reason {
                 FinishReason::Aborted { message } => f.write_str(message),
@@ -106,6 +127,7 @@ impl From<EngineError> for Failure {
             EngineError::Lost(m) | EngineError::Failed(m) => Self::Lost(m),
             EngineError::Died(m) => Self::Died(m),
             EngineError::BadReply(m) => Self::BadReply(m),
+            EngineError::AdapterMissing(m) => Self::AdapterMissing(m),
         }
     }
 }
@@ -114,12 +136,13 @@ impl From<EngineError> for Failure {
 #[derive(Clone)]
 pub struct Dispatch {
     engines: Engines,
+    health: HealthConfig,
 }
 
 impl Dispatch {
-    /// With these clients.
-    pub fn new(engines: Engines) -> Self {
-        Self { engines }
+    /// With these clients, as patient as `health` says.
+    pub fn new(engines: Engines, health: HealthConfig) -> Self {
+        Self { engines, health }
     }
 }
 
@@ -135,13 +158,20 @@ impl Service<RoutedAttempt> for Dispatch {
     fn call(&mut self, attempt: RoutedAttempt) -> Self::Future {
         let kind = attempt.rank.replica.facts.engine;
         let client = Arc::clone(self.engines.client(kind));
-        Box::pin(Run { client, attempt }.run())
+        let health = self.health;
+        let run = Run {
+            client,
+            attempt,
+            health,
+        };
+        Box::pin(run.run())
     }
 }
 
 struct Run {
     client: Arc<dyn EngineClient>,
     attempt: RoutedAttempt,
+    health: HealthConfig,
 }
 
 impl Run {
@@ -175,29 +205,50 @@ impl Run {
         failpoint::pass(Point::Dispatched);
 
         let stop = attempt.work.generation.stop_token();
+        let (first, next) = self.patience(&request);
+        let flight = attempt.rank.load.watch().begin(first);
+        let mut begun = false;
         let mut events = self.client.generate(request);
         failpoint::pass_soon(Point::Sent);
         let failure = loop {
             let event = tokio::select! {
                 biased;
                 () = stop.cancelled() => break Failure::Stopped,
+                () = flight.given_up() => break Failure::Silent,
                 event = events.next() => event,
             };
             match event {
                 Some(Ok(EngineEvent::Tokens(chunk))) => {
+                    if std::mem::replace(&mut begun, true) {
+                        flight.sign();
+                    } else {
+                        flight.begun(next);
+                    }
                     if let Some(wrong) =
                         self.wrong_tokens(&chunk.tokens, tokens.len(), base, budget)
                     {
                         break Failure::BadReply(wrong);
+                    }
+                    if let Some(version) = chunk.weight_version.as_deref()
+                        && !self.admits(version)
+                    {
+                        break Failure::OtherWeights {
+                            version: version.to_owned(),
+                            ended: false,
+                        };
                     }
                     attempt.work.generation.push(attempt.sample, &chunk);
                     tokens.push(chunk, attempt.started);
                     failpoint::pass(Point::Token);
                 }
                 Some(Ok(EngineEvent::Finished(finish))) => {
+                    flight.sign();
                     tokens.finish(base, &finish);
-                    if let Some(wrong) = self.wrong_finish(tokens) {
-                        return Err(Failure::BadReply(wrong));
+                    if let Some(version) = self.wrong_weights(tokens) {
+                        return Err(Failure::OtherWeights {
+                            version,
+                            ended: true,
+                        });
                     }
                     if matches!(finish.reason, FinishReason::Aborted { .. }) {
                         return Err(Failure::Aborted(finish));
@@ -279,25 +330,38 @@ impl Run {
             .then(|| format!("a token id is not below the vocabulary size of {vocab}"))
     }
 
-    /// What was asked for of the weights holds for every token.
-    fn wrong_finish(&self, tokens: &Partial) -> Option<String> {
-        let wanted = self
-            .attempt
-            .work
-            .call
-            .params()
-            .weights
-            .constraint
-            .as_ref()?;
-        tokens
-            .weight_spans
-            .iter()
-            .find(|span| !wanted.admits(&span.version))
-            .map(|span| {
-                format!(
-                    "weights {:?} made tokens {} to {}",
-                    span.version, span.start, span.end
-                )
-            })
+    /// How long it is waited for before the first tokens, and between later ones.
+    fn patience(&self, request: &EngineRequest) -> (Duration, Duration) {
+        let prompt = match &request.prompt {
+            Prompt::Tokens(ids) => ids.len(),
+            // A token is at least a byte.
+            Prompt::Text(text) => text.len(),
+        };
+        let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
+        let frame = match request.stream {
+            StreamMode::Plain => request.max_tokens,
+            StreamMode::Incremental => INCREMENTAL_FRAME,
+            StreamMode::Cumulative { interval } => interval,
+        }
+        .min(request.max_tokens);
+        (
+            self.health.patience(prompt, frame),
+            self.health.patience(0, frame),
+        )
+    }
+
+    fn admits(&self, version: &str) -> bool {
+        let wanted = &self.attempt.work.call.params().weights.constraint;
+        wanted.as_ref().is_none_or(|w| w.admits(version))
+    }
+
+    /// What was asked for of the weights holds for every token: else the last
+    /// version that it does not hold for.
+    fn wrong_weights(&self, tokens: &Partial) -> Option<String> {
+        let spans = tokens.weight_spans.iter().rev();
+        spans
+            .map(|span| &span.version)
+            .find(|version| !self.admits(version))
+            .cloned()
     }
 }

@@ -2,7 +2,9 @@
 //!
 //! An attempt is fenced when its engine has answered an abort by its id, or its
 //! port refuses connections, or the fleet knows that its start of the replica is
-//! over. An abort is sent a second time after a moment, because an engine answers
+//! over, or that its rank hangs and has been out of use for so long (`fence_after`)
+//! that whoever waits is better served elsewhere: then aborts go on behind, for
+//! the moment in which the engine wakes up. An abort is sent a second time after a moment, because an engine answers
 //! 200 for an id that it has not parsed yet. Only then is the attempt fenced: were
 //! that written down before, a crash in between would leave nobody who sends the
 //! second abort, and a copy that runs to its end beside the next attempt. A third
@@ -12,7 +14,8 @@
 //! ```text
 //! abort ──answered──▶ a moment, abort again ──answered──▶ fenced
 //!   │ ──refused────▶ fenced
-//!   └──silence──▶ is the start over? ──yes──▶ fenced
+//!   └──silence──▶ is the start over, or was its rank ejected
+//!                 for hanging long enough ago? ──yes──▶ fenced
 //!                     │ no: pause, abort again, for PATIENCE at most
 //!                     └────────────────────────────────▶ OUTCOME_UNKNOWN
 //! ```
@@ -25,7 +28,7 @@ use crate::{
     engine::{EngineClient, EngineError},
     error::{Error, Reason},
     failpoint::{self, Point},
-    fleet::{Fleet, facts::EngineKind},
+    fleet::{Fault, Fleet, facts::EngineKind},
     ids::{EngineRequestId, Target},
     stack::Engines,
 };
@@ -42,6 +45,12 @@ const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Between aborts to a silent engine.
 const PAUSE: Duration = Duration::from_millis(500);
+
+/// Between aborts of an attempt that was left behind, at most.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// So long they go on.
+const GO_ON_FOR: Duration = Duration::from_secs(600);
 
 /// So long a silent engine whose start is not over is waited for. Longer than a
 /// lease: a replica that is gone without a word is dead by then.
@@ -63,6 +72,8 @@ pub enum Fenced {
     Refused,
     /// That start of the replica is over.
     Over,
+    /// Its rank hangs: it is not waited for any longer.
+    LeftBehind,
 }
 
 enum Answer {
@@ -103,6 +114,17 @@ impl Fence {
                 tokio::spawn(async move { abort(&client, &url, &id).await });
                 return Ok(Fenced::Over);
             }
+            let bound = self.fleet.config().health.fence_after;
+            let hangs = self.fleet.hangs_since(target);
+            if !answered && hangs.is_some_and(|since| since.elapsed() >= bound) {
+                tokio::spawn(self.clone().go_on(
+                    Arc::clone(client),
+                    target.clone(),
+                    Arc::clone(url),
+                    id.clone(),
+                ));
+                return Ok(Fenced::LeftBehind);
+            }
             failpoint::pass(if answered {
                 Point::AbortAgain
             } else {
@@ -127,8 +149,35 @@ impl Fence {
                     return Ok(Fenced::Refused);
                 }
                 Answer::Silent if begun.elapsed() >= PATIENCE => return Err(unknown(target)),
-                Answer::Silent => sleep(PAUSE).await,
+                Answer::Silent => {
+                    // An engine that answers no abort hangs, whoever asks.
+                    self.fleet.failed(target, Fault::Silent, None);
+                    sleep(PAUSE).await;
+                }
             }
+        }
+    }
+
+    /// Aborts an attempt that was left behind until its engine answers or is over,
+    /// so that an engine that wakes up does not go on with it.
+    async fn go_on(
+        self,
+        client: Arc<dyn EngineClient>,
+        target: Target,
+        url: Arc<str>,
+        id: EngineRequestId,
+    ) {
+        let begun = Instant::now();
+        let mut answers = 0;
+        let mut pause = PAUSE;
+        while begun.elapsed() < GO_ON_FOR && !self.fleet.is_over(&target) {
+            match abort(&client, &url, &id).await {
+                Answer::Aborted if answers > 0 => return,
+                Answer::Aborted => answers += 1,
+                Answer::Refused => return self.fleet.unreachable(&target),
+                Answer::Silent => pause = (pause * 2).min(LONGEST_PAUSE),
+            }
+            sleep(pause).await;
         }
     }
 }
@@ -137,7 +186,14 @@ async fn abort(client: &Arc<dyn EngineClient>, url: &str, id: &EngineRequestId) 
     match timeout(ABORT_TIMEOUT, client.abort(url, id)).await {
         // A refusal by status is an answer as well: the engine is there and does
         // not know the id.
-        Ok(Ok(()) | Err(EngineError::Rejected(_) | EngineError::BadReply(_))) => Answer::Aborted,
+        Ok(
+            Ok(())
+            | Err(
+                EngineError::Rejected(_)
+                | EngineError::BadReply(_)
+                | EngineError::AdapterMissing(_),
+            ),
+        ) => Answer::Aborted,
         // A dead engine runs nothing.
         Ok(Err(EngineError::Refused(_) | EngineError::Died(_))) => Answer::Refused,
         Ok(Err(EngineError::Lost(_) | EngineError::Failed(_) | EngineError::Busy { .. }))

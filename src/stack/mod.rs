@@ -30,6 +30,7 @@ pub mod resolve;
 pub mod running;
 #[cfg(test)]
 mod testing;
+pub mod trials;
 pub mod validate;
 
 use std::{sync::Arc, time::Duration};
@@ -133,7 +134,10 @@ pub fn assemble(parts: &Parts, config: StackConfig) -> Stack {
         // A rank for every attempt of every sample, and what to do when it fails.
         .layer_fn(|inner| affinity::Affinity::new(inner, parts, config))
         // One attempt at one engine.
-        .service(dispatch::Dispatch::new(parts.engines.clone()));
+        .service(dispatch::Dispatch::new(
+            parts.engines.clone(),
+            parts.fleet.config().health,
+        ));
     BoxCloneSyncService::new(stack)
 }
 

@@ -79,6 +79,15 @@ impl PromptHash {
     }
 }
 
+impl PromptHash {
+    /// Tells requests apart, for who counts failures.
+    pub fn evidence(&self) -> u64 {
+        let mut first = [0; 8];
+        first.copy_from_slice(&self.0[..8]);
+        u64::from_le_bytes(first)
+    }
+}
+
 /// What is known of prompts that engines died with.
 #[derive(Debug)]
 pub struct Poison {

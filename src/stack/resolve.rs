@@ -164,7 +164,7 @@ fn no_replica() -> Error {
 }
 
 /// At most eight names, for a message.
-fn list<'a>(names: impl ExactSizeIterator<Item = &'a str>) -> String {
+pub(super) fn list<'a>(names: impl ExactSizeIterator<Item = &'a str>) -> String {
     let count = names.len();
     let mut text = names
         .take(8)
@@ -281,6 +281,9 @@ fn capabilities(ranks: &[&RankView], needs: &Needs) -> Result<(), Error> {
         .collect();
     lacks.sort();
     lacks.dedup();
+    if lacks == [Lack::Adapter] {
+        return Err(no_adapter(ranks));
+    }
     let lacks: Vec<String> = lacks.iter().map(ToString::to_string).collect();
     Err(Error::new(
         Reason::NotSupported,
@@ -290,6 +293,26 @@ fn capabilities(ranks: &[&RankView], needs: &Needs) -> Result<(), Error> {
             lacks.join("; ")
         ),
     ))
+}
+
+/// Nobody can serve the adapter: which ones there are.
+fn no_adapter(ranks: &[&RankView]) -> Error {
+    let mut adapters: Vec<&str> = ranks
+        .iter()
+        .flat_map(|r| &r.replica.facts.adapters)
+        .map(|a| &*a.name)
+        .collect();
+    adapters.sort_unstable();
+    adapters.dedup();
+    let there = if adapters.is_empty() {
+        "none".to_owned()
+    } else {
+        list(adapters.into_iter())
+    };
+    Error::new(
+        Reason::NotSupported,
+        format!("no replica of this model serves the adapter asked for; served: {there}"),
+    )
 }
 
 fn weights(ranks: &[&RankView], needs: &Needs) -> Result<(), Error> {

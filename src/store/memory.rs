@@ -224,6 +224,7 @@ impl State {
             let note = PinNote {
                 target: attempt.target.clone(),
                 tokens: 0,
+                adapter: 0,
                 used_at: SystemTime::now(),
             };
             self.pins.insert(pin, note);

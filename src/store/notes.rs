@@ -18,6 +18,8 @@ pub struct PinNote {
     pub target: Target,
     /// How many tokens of it; 0 when the first turn was not answered yet.
     pub tokens: u32,
+    /// The load of the adapter that made it; 0 without one.
+    pub adapter: u64,
     /// Its last turn.
     pub used_at: SystemTime,
 }

@@ -121,7 +121,7 @@ impl Trainer {
             // has computed yet.
             self.tally.reusable += self.history.len() as u64 - 1;
             let usage = sample.usage.as_ref().unwrap();
-            self.tally.cached += u64::from(usage.cached_tokens);
+            self.tally.cached += usage.cached_tokens;
         }
         self.home = home;
         self.last = format!(

@@ -10,6 +10,7 @@
 )]
 
 mod ablation;
+mod adapters;
 mod bad_requests;
 mod cluster;
 mod drain;
@@ -17,7 +18,9 @@ mod duplicates;
 mod endpoints;
 mod engines_that_fail;
 mod fleet;
+mod health;
 mod poison;
 mod routing;
 mod streams;
 mod vllm;
+mod weights;

@@ -492,11 +492,6 @@ async fn what_berth_is_at_fault_for_is_no_refusal_of_the_request() {
             StreamMode::Plain,
             "routed_dp_rank=99 out of range [0, 2)",
         ),
-        (
-            "err_unknown_lora",
-            StreamMode::Plain,
-            "LoRA adapter ... was requested",
-        ),
         ("err_unknown_path", StreamMode::Plain, "status 404"),
         ("err_wrong_method", StreamMode::Plain, "status 405"),
     ] {
@@ -505,6 +500,15 @@ async fn what_berth_is_at_fault_for_is_no_refusal_of_the_request() {
             other => panic!("{name}: {other:?}"),
         }
     }
+}
+
+#[tokio::test]
+async fn an_adapter_that_is_not_there_is_told_apart_and_its_name_is_not_repeated() {
+    let error = refused("err_unknown_lora", StreamMode::Plain).await;
+    assert!(
+        matches!(&error, EngineError::AdapterMissing(m) if m.contains("LoRA adapter ... was requested")),
+        "{error:?}"
+    );
 }
 
 #[tokio::test]

@@ -23,6 +23,9 @@ pub use crate::engine::facts::{
 /// most.
 const MAX_TOP_LOGPROBS: u32 = 20;
 
+/// Adapters of one server at most: likewise.
+const MAX_ADAPTERS: usize = 1024;
+
 /// The bodies that facts are read from.
 #[derive(Clone, Copy, Debug)]
 pub struct Bodies<'a> {
@@ -51,6 +54,7 @@ struct ServerInfo {
     enable_deterministic_inference: Option<bool>,
     incremental_streaming_output: Option<bool>,
     sleep_on_idle: Option<bool>,
+    enable_lora: Option<bool>,
     grammar_backend: Option<String>,
     page_size: Option<u32>,
     dp_size: Option<u32>,
@@ -146,6 +150,31 @@ pub fn parse_weight_version(body: &[u8]) -> Result<String, FactsError> {
     Ok(shortened(info.weight_version.unwrap_or_default(), 256))
 }
 
+/// The adapters of `/v1/models`, by name.
+///
+/// # Errors
+/// A body that is none.
+pub fn parse_adapters(body: &[u8]) -> Result<Vec<AdapterFact>, FactsError> {
+    parse("/v1/models", body).map(|models: Models| adapters(&models))
+}
+
+/// Adapters are the cards that have a parent.
+fn adapters(models: &Models) -> Vec<AdapterFact> {
+    let mut adapters: Vec<AdapterFact> = models
+        .data
+        .iter()
+        .filter(|card| card.parent.is_some())
+        .take(MAX_ADAPTERS)
+        .map(|card| AdapterFact {
+            name: card.id.clone(),
+            root: shortened(card.root.clone().unwrap_or_default(), 256),
+        })
+        .collect();
+    adapters.sort_by(|a, b| a.name.cmp(&b.name));
+    adapters.dedup_by(|a, b| a.name == b.name);
+    adapters
+}
+
 impl Bodies<'_> {
     /// Puts the four answers together.
     ///
@@ -179,15 +208,8 @@ impl Bodies<'_> {
                 .filter(|size| *size > 0),
             context_length: context_length(&server, base)?,
             weight_version: shortened(info.weight_version.unwrap_or_default(), 256),
-            adapters: models
-                .data
-                .iter()
-                .filter(|card| card.parent.is_some())
-                .map(|card| AdapterFact {
-                    name: card.id.clone(),
-                    root: card.root.clone().unwrap_or_default(),
-                })
-                .collect(),
+            adapters: adapters(&models),
+            lora: server.enable_lora.unwrap_or(false),
             tokenizer,
             logprobs: true,
             // After temperature and penalties, before top-p and top-k.

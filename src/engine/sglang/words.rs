@@ -44,7 +44,12 @@ pub(super) const WORDS: Words = Words(&[
     ),
     ("Duplicate request ID detected: *", Fault::Ours),
     ("routed_dp_rank=# out of range [#, #)", Fault::Ours),
-    ("LoRA adapter * was requested, but *", Fault::Ours),
+    ("LoRA adapter * was requested, but *", Fault::Adapter),
+    // Inferred.
+    (
+        "The following requested LoRA adapters are not loaded: *",
+        Fault::Adapter,
+    ),
     ("The request queue is full.", Fault::Ours),
     (
         "The request is aborted by a higher priority request.",

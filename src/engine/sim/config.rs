@@ -76,6 +76,8 @@ pub struct SimConfig {
     pub priority_scheduling: bool,
     /// The first weight version.
     pub weight_version: String,
+    /// LoRA adapters that it starts with, name and path; unset: it takes none.
+    pub adapters: Option<Vec<(String, String)>>,
     /// Wall time between a request's arrival and its id being known. An abort
     /// that comes in between is answered 200 and does nothing.
     pub parse_delay: Duration,
@@ -111,6 +113,7 @@ impl Default for SimConfig {
             chunked_prefill_size: 8192,
             priority_scheduling: false,
             weight_version: "default".into(),
+            adapters: None,
             parse_delay: Duration::ZERO,
             eos: Eos {
                 id: DEFAULT_EOS,

@@ -62,6 +62,8 @@ fn sglang() -> Router<Arc<Engine>> {
         .route("/pause_generation", post(pause))
         .route("/continue_generation", post(resume))
         .route("/update_weight_version", post(update_weight_version))
+        .route("/load_lora_adapter", post(load_adapter))
+        .route("/unload_lora_adapter", post(unload_adapter))
 }
 
 /// Hangs where that is asked for, and signs the reply as the real server does.
@@ -258,6 +260,52 @@ async fn update_weight_version(State(engine): Shared, body: Bytes) -> Response {
             "new_version": update.new_version,
         }),
     )
+}
+
+#[derive(Deserialize)]
+struct AdapterBody {
+    lora_name: String,
+    #[serde(default)]
+    lora_path: String,
+}
+
+/// Inferred: how it went, and what is loaded now.
+fn adapters_now(engine: &Engine, done: &Result<(), String>) -> Response {
+    let adapters = engine.adapters.lock();
+    let loaded: serde_json::Map<String, Value> = adapters
+        .all()
+        .map(|(name, loaded)| (name.clone(), json!(loaded.path)))
+        .collect();
+    let status = if done.is_ok() { 200 } else { 400 };
+    json_reply(
+        status,
+        &json!({
+            "success": done.is_ok(),
+            "error_message": done.as_ref().err().cloned().unwrap_or_default(),
+            "loaded_adapters": loaded,
+        }),
+    )
+}
+
+async fn load_adapter(State(engine): Shared, body: Bytes) -> Response {
+    let asked: AdapterBody = match read(&body) {
+        Ok(asked) => asked,
+        Err(response) => return *response,
+    };
+    let done = engine
+        .adapters
+        .lock()
+        .load(&asked.lora_name, &asked.lora_path);
+    adapters_now(&engine, &done)
+}
+
+async fn unload_adapter(State(engine): Shared, body: Bytes) -> Response {
+    let asked: AdapterBody = match read(&body) {
+        Ok(asked) => asked,
+        Err(response) => return *response,
+    };
+    let done = engine.adapters.lock().unload(&asked.lora_name);
+    adapters_now(&engine, &done)
 }
 
 async fn history(State(engine): Shared) -> Response {

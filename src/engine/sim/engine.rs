@@ -14,6 +14,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::{
+    adapters::Adapters,
     config::{Dialect, SimConfig},
     driver::{Command, Driver, Selector, Snapshot, Submission, parking::Mutex},
     faults::Faults,
@@ -99,6 +100,7 @@ pub(super) struct Engine {
     pub(super) errored: watch::Sender<bool>,
     pub(super) refuse: watch::Sender<bool>,
     pub(super) faults: Mutex<Faults>,
+    pub(super) adapters: Mutex<Adapters>,
     version: Mutex<Arc<str>>,
     /// Ids that are live, and how often.
     live: Mutex<HashMap<Arc<str>, usize>>,
@@ -196,6 +198,7 @@ impl Engine {
         });
         let ranks = ranks.collect();
         Arc::new(Self {
+            adapters: Mutex::new(Adapters::new(config.adapters.as_deref())),
             config,
             root,
             tasks,

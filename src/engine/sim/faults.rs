@@ -66,6 +66,8 @@ pub struct Faults {
     pub unavailable: Option<Times>,
     /// `/generate` answers that the queue is full, in the engine's own forms.
     pub queue_full: Option<Times>,
+    /// `/generate` answers 500.
+    pub failing: Option<Times>,
     /// Streams are dropped.
     pub drop_stream: Option<DropStream>,
     /// Replies are cut.
@@ -108,6 +110,7 @@ pub(super) struct Order {
     pub(super) hang: Option<Hang>,
     pub(super) unavailable: Option<Times>,
     pub(super) queue_full: Option<Times>,
+    pub(super) failing: Option<Times>,
     pub(super) drop_stream: Option<DropStream>,
     pub(super) cut: Option<Cut>,
     pub(super) ignore_rank: bool,
@@ -126,6 +129,7 @@ impl Order {
             hang: self.hang,
             unavailable: self.unavailable,
             queue_full: self.queue_full,
+            failing: self.failing,
             drop_stream: self.drop_stream,
             cut: self.cut,
             ignore_rank: self.ignore_rank,

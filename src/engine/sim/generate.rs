@@ -42,6 +42,7 @@ pub(super) async fn generate(
         Struck::Hang => return std::future::pending().await,
         Struck::Cut => return connection.cut(&engine).await,
         Struck::Unavailable => return plain_error(503, "The server is unavailable."),
+        Struck::Failing => return plain_error(500, "Internal Server Error"),
         _ => {}
     }
     let closed = CancellationToken::new();
@@ -71,6 +72,7 @@ pub(super) enum Struck {
     Cut,
     CutWhenDone,
     Unavailable,
+    Failing,
     QueueFull,
     Drop(u32),
 }
@@ -91,6 +93,9 @@ pub(super) fn strike(engine: &Engine) -> Struck {
     }
     if Faults::strike(&mut faults.unavailable) {
         return Struck::Unavailable;
+    }
+    if Faults::strike(&mut faults.failing) {
+        return Struck::Failing;
     }
     if Faults::strike(&mut faults.queue_full) {
         return Struck::QueueFull;

@@ -90,7 +90,7 @@ fn arguments(engine: &Engine) -> Map<String, Value> {
             "stream_interval": config.stream_interval,
             "incremental_streaming_output": config.incremental_streaming_output,
             "enable_metrics": false,
-            "enable_lora": null,
+            "enable_lora": engine.adapters.lock().enabled().then_some(true),
             "disable_cuda_graph": !config.cuda_graphs,
             "disable_overlap_schedule": true,
             "enable_return_routed_experts": false,
@@ -155,18 +155,29 @@ pub(super) fn model(engine: &Engine) -> Value {
 /// `/v1/models`.
 pub(super) fn models(engine: &Engine) -> Value {
     let name = &engine.config.model;
-    json!({
-        "object": "list",
-        "data": [{
-            "id": name,
+    let created = whole_seconds(engine.clock.now());
+    let mut data = vec![json!({
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "sglang",
+        "root": name,
+        "parent": null,
+        "max_model_len": engine.config.context_length,
+    })];
+    // Inferred: an adapter's card names its path and the model below it.
+    data.extend(engine.adapters.lock().all().map(|(adapter, loaded)| {
+        json!({
+            "id": adapter,
             "object": "model",
-            "created": whole_seconds(engine.clock.now()),
+            "created": created,
             "owned_by": "sglang",
-            "root": name,
-            "parent": null,
-            "max_model_len": engine.config.context_length,
-        }],
-    })
+            "root": loaded.path,
+            "parent": name,
+            "max_model_len": null,
+        })
+    }));
+    json!({"object": "list", "data": data})
 }
 
 fn whole_seconds(at: f64) -> u64 {

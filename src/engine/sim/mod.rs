@@ -12,6 +12,7 @@
 //! `/server_info` and `/model_info` carry the keys that clients ask for, not
 //! all 600.
 
+mod adapters;
 mod config;
 mod control;
 mod driver;

@@ -84,13 +84,24 @@ pub(super) async fn start(
             Sequence::new(rid, prompt, logprobs, config.vocab_size, arrived)
         })
         .collect();
+    let load = parsed
+        .lora
+        .as_deref()
+        .map(|name| engine.adapters.lock().find(name))
+        .transpose()
+        .map_err(|why| reject(Fault::Message(why)))?;
+    // KV of one load of an adapter is no other's.
+    let namespace: Arc<str> = match load {
+        Some(load) => format!("{load}@{}", parsed.namespace).into(),
+        None => parsed.namespace.as_str().into(),
+    };
     let call = Call {
         live,
         rids,
         n,
         rank: parsed.rank.and_then(|rank| u32::try_from(rank).ok()),
         stream: parsed.stream,
-        namespace: parsed.namespace.as_str().into(),
+        namespace,
         priority: parsed.priority,
         arrived,
         queue_full,

@@ -273,6 +273,18 @@ impl SimHandle {
         self.engine.set_version(version, abort_all);
     }
 
+    /// Loads an adapter, as `/load_lora_adapter` does; one of that name goes first.
+    pub fn load_adapter(&self, name: &str, path: &str) {
+        let mut adapters = self.engine.adapters.lock();
+        let _ = adapters.unload(name);
+        let _ = adapters.load(name, path);
+    }
+
+    /// Unloads an adapter, if it is loaded.
+    pub fn unload_adapter(&self, name: &str) {
+        let _ = self.engine.adapters.lock().unload(name);
+    }
+
     /// Pauses generation.
     pub async fn pause(&self, mode: PauseMode) {
         self.engine.pause(mode).await;

@@ -197,6 +197,8 @@ fn one(bodies: &Bodies<'_>, logprob_mode: Option<LogprobMode>) -> Result<Facts, 
         .unwrap_or(0);
     let (page_size, ranks) = ranks(&metrics, bodies.endpoint, max_running)?;
     Ok(Facts {
+        // It loads and unloads them without telling which are there.
+        lora: false,
         kind: EngineKind::Vllm,
         version: shortened(version.version, 64),
         model: base.id.clone(),

@@ -1,12 +1,14 @@
 //! The rules, one by one, on a fleet made by hand.
 
+mod adapters;
+
 use std::{collections::HashSet, sync::Arc};
 
 use super::*;
 use crate::{
     call::{LogprobMode, WeightsConstraint},
     fleet::{
-        facts::{Accelerator, Capabilities, EngineKind, RankFacts, ReplicaFacts},
+        facts::{Accelerator, AdapterFacts, Capabilities, EngineKind, RankFacts, ReplicaFacts},
         snapshot::{RankLoad, ReplicaView},
     },
     ids::{BootId, Incarnation, ReplicaId, Target},
@@ -26,6 +28,7 @@ struct Fake {
     capacity: u64,
     state: RankState,
     weights: &'static str,
+    adapters: Vec<AdapterFacts>,
     load: Arc<RankLoad>,
 }
 
@@ -40,6 +43,7 @@ impl Fleet {
                 capacity: 375_000,
                 state: RankState::Open,
                 weights: "1",
+                adapters: Vec::new(),
                 load: Arc::default(),
             })
             .collect();
@@ -72,7 +76,10 @@ impl Fleet {
                         rank: f.rank,
                     },
                     replica: Arc::new(ReplicaView {
-                        facts: replica_facts(&f.replica, facts.clone()),
+                        facts: ReplicaFacts {
+                            adapters: f.adapters.clone(),
+                            ..replica_facts(&f.replica, facts.clone())
+                        },
                         incarnation: Incarnation(f.incarnation),
                     }),
                     facts,
@@ -303,6 +310,7 @@ async fn a_lost_rank_moves_its_keys_only_and_none_moves_back() {
         capacity: 375_000,
         state: RankState::Open,
         weights: "1",
+        adapters: Vec::new(),
         load: Arc::default(),
     });
     fleet.publish();
@@ -466,7 +474,7 @@ async fn an_idle_trajectory_frees_its_load_and_keeps_its_home() {
         .route(&fleet.snapshot, &request(&needs, Some(1)), start)
         .unwrap()
         .slot;
-    router.grown(&fleet.snapshot, pin(1), home, 4607, start);
+    router.grown(&fleet.snapshot, pin(1), home, 4607, None, start);
     let load = &fleet.snapshot.rank(home).unwrap().load;
     assert_eq!((load.live_pins(), load.live_tokens()), (1, 4607));
     let later = start + RouterConfig::default().pin_ttl;
@@ -500,7 +508,7 @@ async fn what_the_cache_should_hold_is_bounded_by_the_prompt_and_the_page() {
             .expected_cached_tokens
     };
     assert_eq!(turn(4096), 0);
-    router.grown(&fleet.snapshot, pin(1), RankSlot(0), 4607, now);
+    router.grown(&fleet.snapshot, pin(1), RankSlot(0), 4607, None, now);
     assert_eq!(turn(4608), 4607);
     assert_eq!(turn(9000), 4607);
     assert_eq!(turn(100), 99);
@@ -687,4 +695,29 @@ async fn why_nobody_takes_it_now() {
         home,
         "nowhere better"
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_keys_of_an_ejected_rank_move_and_do_not_come_back() {
+    let (mut fleet, router, needs) = (Fleet::new(2, 1), router(), needs());
+    let now = Instant::now();
+    let turn = |fleet: &Fleet| router.route(&fleet.snapshot, &request(&needs, Some(1)), now);
+    let home = turn(&fleet).unwrap().slot;
+    fleet.set(home.0, |r| r.state = RankState::Ejected("it hangs"));
+    let moved = turn(&fleet).unwrap();
+    assert_eq!(moved.reason, RouteReason::ReplicaLost);
+    assert_ne!(moved.slot, home);
+    fleet.set(home.0, |r| r.state = RankState::Open);
+    let after = turn(&fleet).unwrap();
+    assert_eq!(
+        (after.slot, after.reason),
+        (moved.slot, RouteReason::Pinned)
+    );
+
+    // With nobody else to go to, it waits where it is.
+    fleet.lose(home.0);
+    fleet.set(moved.slot.0, |r| r.state = RankState::Ejected("it hangs"));
+    assert_eq!(turn(&fleet).unwrap_err(), NoRoute::NoneOpen);
+    fleet.set(moved.slot.0, |r| r.state = RankState::Open);
+    assert_eq!(turn(&fleet).unwrap().reason, RouteReason::Pinned);
 }

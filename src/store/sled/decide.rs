@@ -236,6 +236,7 @@ impl Committer {
             let note = PinNote {
                 target: attempt.target.clone(),
                 tokens: 0,
+                adapter: 0,
                 used_at: self.options.clock.wall(),
             };
             self.bind(pin, &note, gathered)?;

@@ -175,6 +175,7 @@ async fn load_alone_is_told_only_to_who_asks_and_not_faster_than_asked() {
             sequence: 1,
             state: ReportedState::Ready,
             drain_grace: None,
+            adapters: None,
             ranks: vec![RankReport {
                 rank: 0,
                 healthy: true,

@@ -247,13 +247,6 @@ impl Parsed {
 
     /// Everything else, prompt by prompt.
     pub(super) fn check_values(&self, config: &SimConfig) -> Result<(), Fault> {
-        if let Some(lora) = &self.lora {
-            return Err(Fault::Message(format!(
-                "LoRA adapter '{lora}' was requested, but LoRA is not enabled. Please launch the \
-                 server with --enable-lora flag and preload adapters using --lora-paths or \
-                 /load_lora_adapter endpoint."
-            )));
-        }
         let Some(prompts) = &self.prompts else {
             return Err(Fault::Message(
                 "The engine initialized with skip_tokenizer_init=True cannot accept text prompts. \

@@ -1,0 +1,387 @@
+//! One rank's health beyond its replica's lease: what the data path sees, and
+//! what the sidecar says. Pure: time comes in as an argument, always tokio's.
+//!
+//! ```text
+//!            failures in a row, or silence            the term is over
+//!  ┌─────────┐ ───────────────────────▶ ┌─────────┐ ─────────────────▶ ┌─────────┐
+//!  │ Trusted │                          │ Ejected │                    │ OnTrial │
+//!  └─────────┘ ◀──┐                     └─────────┘ ◀───────────────── └─────────┘
+//!                 │                        a probe fails: a longer term     │
+//!                 └──────────────────── probes pass in a row ───────────────┘
+//! ```
+//!
+//! The term doubles with every ejection of one incarnation; one that stays
+//! trusted for long is forgiven, and a new incarnation starts clean.
+//!
+//! ```text
+//!            the sidecar says so                 for as long as a lease
+//!  ┌──────┐ ────────────────────▶ ┌─────────────┐ ────────────────▶ ┌──────────────┐
+//!  │ Well │                       │ Ill, closed │                   │ Ill, given up│
+//!  └──────┘ ◀──────────────────── └─────────────┘                   └──────────────┘
+//!      ▲         good beats in a row                                       │
+//!      └───────────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! Closed: the keys that live there make a detour. Given up, or ejected: they
+//! move at their next turn.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Failures closer to each other than this have one cause: a burst of broken
+/// connections is one failure.
+const ONE_CAUSE: Duration = Duration::from_millis(200);
+
+/// A streak in which nothing happened for so long is over.
+const STREAK_ENDS: Duration = Duration::from_secs(600);
+
+/// How patient the data path is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HealthConfig {
+    /// Failures in a row, of more than one prompt, that eject a rank.
+    pub eject_after: u32,
+    /// A rank with requests that gives none of them anything for so long, and for
+    /// what its longest prompt takes, hangs.
+    pub hang_after: Duration,
+    /// Prompt tokens a second that the slowest engine computes.
+    pub slowest_prefill: u32,
+    /// Tokens a second that the slowest engine generates for one request.
+    pub slowest_decode: u32,
+    /// The first ejection lasts so long.
+    pub first_term: Duration,
+    /// No ejection lasts longer.
+    pub longest_term: Duration,
+    /// Probes in a row that end an ejection, and good beats in a row that end an
+    /// illness.
+    pub probes_to_return: u32,
+    /// Trusted for so long, earlier ejections are forgotten.
+    pub forgiven_after: Duration,
+    /// So long after a rank was ejected because it hangs, what was sent there is
+    /// given up for lost even when it answers no abort.
+    pub fence_after: Duration,
+}
+
+impl Default for HealthConfig {
+    fn default() -> Self {
+        Self {
+            eject_after: 5,
+            hang_after: Duration::from_secs(15),
+            slowest_prefill: 2000,
+            slowest_decode: 5,
+            first_term: Duration::from_secs(5),
+            longest_term: Duration::from_secs(300),
+            probes_to_return: 2,
+            forgiven_after: Duration::from_secs(600),
+            fence_after: Duration::from_secs(5),
+        }
+    }
+}
+
+impl HealthConfig {
+    /// How long an attempt is waited for: the engine may compute `prompt` tokens
+    /// and generate `frame` tokens before it says anything.
+    pub fn patience(&self, prompt: u32, frame: u32) -> Duration {
+        let seconds = |tokens: u32, rate: u32| f64::from(tokens) / f64::from(rate.max(1));
+        let work = seconds(prompt, self.slowest_prefill) + seconds(frame, self.slowest_decode);
+        self.hang_after + Duration::try_from_secs_f64(work).unwrap_or(Duration::ZERO)
+    }
+
+    /// How long the ejection after so many others lasts.
+    pub fn term(&self, ejections: u32) -> Duration {
+        self.first_term
+            .saturating_mul(1 << ejections.min(20))
+            .min(self.longest_term)
+    }
+}
+
+/// Why a rank was ejected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// Its answers are failures.
+    Failures,
+    /// It gives no answer.
+    Hangs,
+}
+
+impl Cause {
+    pub(super) fn text(self) -> &'static str {
+        match self {
+            Self::Failures => "ejected: request after request fails there",
+            Self::Hangs => "ejected: it takes requests and answers none",
+        }
+    }
+}
+
+/// What the data path makes of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// It serves.
+    Trusted,
+    /// It takes nothing.
+    Ejected {
+        /// Why.
+        why: Cause,
+        /// When, in the first place.
+        since: Instant,
+        /// It is not probed before.
+        until: Instant,
+    },
+    /// It takes nothing but probes.
+    OnTrial {
+        /// Why it was ejected.
+        why: Cause,
+        /// When, in the first place.
+        since: Instant,
+        /// A probe is under way.
+        asked: bool,
+        /// Probes that passed, in a row.
+        passed: u32,
+    },
+}
+
+/// How a probe ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Probe {
+    /// A token came.
+    Passed,
+    /// It is full, which is no fault: asked again.
+    Busy,
+    /// None came.
+    Failed,
+}
+
+/// What the sidecar makes of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Word {
+    Well,
+    Ill {
+        since: Instant,
+        good_beats: u32,
+        given_up: bool,
+    },
+}
+
+/// One rank's health.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RankHealth {
+    standing: Standing,
+    word: Word,
+    streak: Streak,
+    ejections: u32,
+    trusted_since: Instant,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Streak {
+    failures: u32,
+    last: Option<Instant>,
+    /// The first failure's request.
+    evidence: Option<u64>,
+    /// Of more than one.
+    many: bool,
+}
+
+/// Whether a rank takes requests, by its own health.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fitness {
+    Fit,
+    /// Not now.
+    Closed(&'static str),
+    /// Not for long: its keys move.
+    Out(&'static str),
+}
+
+impl RankHealth {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            standing: Standing::Trusted,
+            word: Word::Well,
+            streak: Streak::default(),
+            ejections: 0,
+            trusted_since: now,
+        }
+    }
+
+    pub(super) fn standing(&self) -> Standing {
+        self.standing
+    }
+
+    pub(super) fn fitness(&self) -> Fitness {
+        match (self.standing, self.word) {
+            (Standing::Ejected { why, .. } | Standing::OnTrial { why, .. }, _) => {
+                Fitness::Out(why.text())
+            }
+            (Standing::Trusted, Word::Ill { given_up: true, .. }) => {
+                Fitness::Out("it has made no progress for long")
+            }
+            (Standing::Trusted, Word::Ill { .. }) => Fitness::Closed("it makes no progress"),
+            (Standing::Trusted, Word::Well) => Fitness::Fit,
+        }
+    }
+
+    /// A beat says how it is. Returns whether that changes anything.
+    pub(super) fn heard(&mut self, well: bool, now: Instant, config: &HealthConfig) -> bool {
+        let before = self.fitness();
+        self.word = match (self.word, well) {
+            (Word::Well, true) => Word::Well,
+            (Word::Well, false) => Word::Ill {
+                since: now,
+                good_beats: 0,
+                given_up: false,
+            },
+            (Word::Ill { good_beats, .. }, true) if good_beats + 1 >= config.probes_to_return => {
+                Word::Well
+            }
+            (
+                Word::Ill {
+                    since,
+                    good_beats,
+                    given_up,
+                },
+                well,
+            ) => Word::Ill {
+                since,
+                good_beats: if well { good_beats + 1 } else { 0 },
+                given_up,
+            },
+        };
+        before != self.fitness()
+    }
+
+    /// The sidecar's last word on it is good, so that a probe harms nobody: one
+    /// message to a dead scheduler hangs all of its server's ranks.
+    pub(super) fn may_be_probed(&self) -> bool {
+        self.word == Word::Well
+    }
+
+    /// The data path got a whole answer.
+    pub(super) fn succeeded(&mut self) {
+        self.streak = Streak::default();
+    }
+
+    /// The data path got a failure. `evidence` names the request; `None`: it was
+    /// none of the caller's doing. Returns whether the rank is to be ejected.
+    pub(super) fn failed(
+        &mut self,
+        evidence: Option<u64>,
+        now: Instant,
+        config: &HealthConfig,
+    ) -> bool {
+        if self.standing != Standing::Trusted {
+            return false;
+        }
+        let since = |at: Instant| now.saturating_duration_since(at);
+        match self.streak.last.map(since) {
+            Some(gap) if gap >= STREAK_ENDS => self.streak = Streak::default(),
+            Some(gap) if gap < ONE_CAUSE => return false,
+            _ => {}
+        }
+        let streak = &mut self.streak;
+        streak.failures += 1;
+        streak.last = Some(now);
+        // What fails again and again by one request's doing says nothing of the
+        // rank.
+        streak.many |= evidence.is_none() || streak.evidence.is_some_and(|e| Some(e) != evidence);
+        streak.evidence = streak.evidence.or(evidence);
+        streak.failures >= config.eject_after && streak.many
+    }
+
+    /// Takes it out. Returns whether it was in. One that is out for its failures
+    /// may turn out to hang.
+    pub(super) fn eject(&mut self, why: Cause, now: Instant, config: &HealthConfig) -> bool {
+        match &mut self.standing {
+            Standing::Trusted => {}
+            Standing::Ejected {
+                why: known, since, ..
+            }
+            | Standing::OnTrial {
+                why: known, since, ..
+            } => {
+                if why == Cause::Hangs && *known != why {
+                    (*known, *since) = (why, now);
+                }
+                return false;
+            }
+        }
+        if now.saturating_duration_since(self.trusted_since) >= config.forgiven_after {
+            self.ejections = 0;
+        }
+        self.out(why, now, now, config);
+        true
+    }
+
+    fn out(&mut self, why: Cause, since: Instant, now: Instant, config: &HealthConfig) {
+        self.standing = Standing::Ejected {
+            why,
+            since,
+            until: now + config.term(self.ejections),
+        };
+        self.ejections = self.ejections.saturating_add(1);
+        self.streak = Streak::default();
+    }
+
+    /// Time has passed; `ttl` is a lease's. Returns whether that changes anything.
+    pub(super) fn tick(&mut self, now: Instant, ttl: Duration) -> bool {
+        let before = self.fitness();
+        if let Standing::Ejected { why, since, until } = self.standing
+            && now >= until
+        {
+            self.standing = Standing::OnTrial {
+                why,
+                since,
+                asked: false,
+                passed: 0,
+            };
+        }
+        if let Word::Ill {
+            since, given_up, ..
+        } = &mut self.word
+            && now.saturating_duration_since(*since) >= ttl
+        {
+            *given_up = true;
+        }
+        before != self.fitness()
+    }
+
+    /// Whether a probe is due; it is then under way.
+    pub(super) fn ask(&mut self) -> bool {
+        match &mut self.standing {
+            Standing::OnTrial { asked, .. } if !*asked => {
+                *asked = true;
+                true
+            }
+            Standing::Trusted | Standing::Ejected { .. } | Standing::OnTrial { .. } => false,
+        }
+    }
+
+    /// The probe ended. Returns whether it is trusted again.
+    pub(super) fn probed(&mut self, probe: Probe, now: Instant, config: &HealthConfig) -> bool {
+        let Standing::OnTrial {
+            why, since, passed, ..
+        } = self.standing
+        else {
+            return false;
+        };
+        match probe {
+            Probe::Passed if passed + 1 >= config.probes_to_return => {
+                self.standing = Standing::Trusted;
+                self.trusted_since = now;
+                return true;
+            }
+            Probe::Passed | Probe::Busy => {
+                self.standing = Standing::OnTrial {
+                    why,
+                    since,
+                    asked: false,
+                    passed: passed + u32::from(probe == Probe::Passed),
+                };
+            }
+            Probe::Failed => self.out(why, since, now, config),
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests;

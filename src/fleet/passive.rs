@@ -1,0 +1,231 @@
+//! What the data path tells the fleet: answers, failures, silence, refused ports,
+//! and the probes that bring an ejected rank back.
+//!
+//! What it guarantees: one failure, one reset connection or one failed probe
+//! condemns nobody; a word about an older start changes nothing; failures eject at
+//! most half of a model's ranks, since a fault that strikes more of them is more
+//! likely the requests' than theirs.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::{
+    Fleet, State,
+    entry::Entry,
+    facts::RankFacts,
+    health::{Cause, Probe, Standing},
+    lease::Liveness,
+    probe,
+    snapshot::ReplicaView,
+};
+use crate::ids::Target;
+
+/// What failed on the data path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The connection broke, or the engine answered with a failure of its own.
+    Lost,
+    /// The reply contradicts the request.
+    BadReply,
+    /// An abort was not answered.
+    Silent,
+}
+
+/// A rank to be probed by a request.
+#[derive(Clone, Debug)]
+pub struct Trial {
+    /// The rank.
+    pub target: Target,
+    /// Its facts.
+    pub facts: RankFacts,
+    /// Its replica's.
+    pub replica: Arc<ReplicaView>,
+}
+
+impl Fleet {
+    /// A rank has answered a request, by weights of this version and with this
+    /// adapter.
+    pub fn answered(&self, target: &Target, weight_version: Option<&str>, adapter: Option<&str>) {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let Some(entry) = state.current(target) else {
+            return;
+        };
+        entry.lease.succeeded(now);
+        if let Some(health) = entry.health_mut(target.rank) {
+            health.succeeded();
+        }
+        let mut changed = weight_version.is_some_and(|v| entry.saw_weights(target.rank, v));
+        changed |= adapter.is_some_and(|name| entry.adapter_used(name));
+        if changed {
+            self.publish(&mut state);
+        }
+    }
+
+    /// A rank has been seen to serve these weights.
+    pub fn serves(&self, target: &Target, weight_version: &str) {
+        let mut state = self.lock();
+        if state
+            .current(target)
+            .is_some_and(|entry| entry.saw_weights(target.rank, weight_version))
+        {
+            self.publish(&mut state);
+        }
+    }
+
+    /// A replica says that it does not have this adapter. It is believed until it
+    /// says otherwise, by a heartbeat or a registration.
+    pub fn adapter_missing(&self, target: &Target, adapter: &str) {
+        let mut state = self.lock();
+        if state
+            .current(target)
+            .is_some_and(|entry| entry.adapter_missing(adapter))
+        {
+            warn!(%target, adapter, "adapter is not there, whatever was said before");
+            self.publish(&mut state);
+        }
+    }
+
+    /// A request failed at this rank. `evidence` tells requests apart; `None`: it
+    /// was none of a caller's.
+    pub fn failed(&self, target: &Target, fault: Fault, evidence: Option<u64>) {
+        let now = Instant::now();
+        let config = &self.config.health;
+        let mut state = self.lock();
+        let Some(entry) = state.current(target) else {
+            return;
+        };
+        if is_over(entry)
+            || !entry
+                .health_mut(target.rank)
+                .is_some_and(|health| health.failed(evidence, now, config))
+        {
+            return;
+        }
+        let why = match fault {
+            Fault::Silent => Cause::Hangs,
+            Fault::Lost | Fault::BadReply => Cause::Failures,
+        };
+        let model = Arc::clone(&entry.facts().model);
+        if why == Cause::Failures && !state.may_eject(&model) {
+            warn!(%target, ?fault, "rank fails again and again, and stays: too many would be ejected");
+            return;
+        }
+        let Some(entry) = state.current(target) else {
+            return;
+        };
+        if let Some(health) = entry.health_mut(target.rank) {
+            health.eject(why, now, config);
+        }
+        if why == Cause::Hangs {
+            let of_rank = entry.loads().find(|(rank, _)| *rank == target.rank);
+            if let Some((_, load)) = of_rank {
+                load.watch().give_up();
+            }
+        }
+        warn!(%target, ?fault, "rank is ejected");
+        self.publish(&mut state);
+    }
+
+    /// Since when this rank is out because it hangs, if it is.
+    pub fn hangs_since(&self, target: &Target) -> Option<Instant> {
+        let mut state = self.lock();
+        match state.current(target)?.health(target.rank)?.standing() {
+            Standing::Ejected { why, since, .. } | Standing::OnTrial { why, since, .. } => {
+                (why == Cause::Hangs).then_some(since)
+            }
+            Standing::Trusted => None,
+        }
+    }
+
+    /// The standing of a rank.
+    pub fn standing(&self, target: &Target) -> Option<Standing> {
+        let mut state = self.lock();
+        Some(state.current(target)?.health(target.rank)?.standing())
+    }
+
+    /// The ranks that are due for a probe; each is answered by
+    /// [`probed`](Self::probed).
+    pub fn trials(&self) -> Vec<Trial> {
+        let mut state = self.lock();
+        state
+            .replicas
+            .values_mut()
+            .flat_map(Entry::trials)
+            .collect()
+    }
+
+    /// A probe ended.
+    pub fn probed(&self, target: &Target, probe: Probe) {
+        let now = Instant::now();
+        let config = &self.config.health;
+        let mut state = self.lock();
+        let Some(entry) = state.current(target) else {
+            return;
+        };
+        if probe == Probe::Passed {
+            entry.lease.succeeded(now);
+        }
+        if entry
+            .health_mut(target.rank)
+            .is_some_and(|health| health.probed(probe, now, config))
+        {
+            info!(%target, "rank is trusted again");
+            self.publish(&mut state);
+        }
+    }
+
+    /// The data path could not reach this rank, or lost it: its port is asked,
+    /// and one that refuses is dead at once.
+    pub fn unreachable(self: &Arc<Self>, target: &Target) {
+        let url = {
+            let mut state = self.lock();
+            let Some(entry) = state.current(target) else {
+                return;
+            };
+            if is_over(entry) || entry.probing {
+                return;
+            }
+            entry.probing = true;
+            entry.url_of(target.rank)
+        };
+        let (fleet, target) = (Arc::clone(self), target.clone());
+        tokio::spawn(async move {
+            let refused = probe::port_refuses(&url).await;
+            if let Some(entry) = fleet.lock().current(&target) {
+                entry.probing = false;
+            }
+            if refused {
+                fleet.end(
+                    &target.replica,
+                    target.incarnation,
+                    "its port refuses connections",
+                );
+            }
+        });
+    }
+}
+
+fn is_over(entry: &Entry) -> bool {
+    entry.lease.liveness() == Liveness::Dead
+}
+
+impl State {
+    /// Whether another rank of this model may be ejected for its failures.
+    fn may_eject(&self, model: &str) -> bool {
+        let (mut all, mut out) = (0, 0);
+        for entry in self.replicas.values() {
+            if is_over(entry) || *entry.facts().model != *model {
+                continue;
+            }
+            for (rank, _) in entry.loads() {
+                all += 1;
+                let standing = entry.health(rank).map(|health| health.standing());
+                out += usize::from(standing.is_some_and(|s| s != Standing::Trusted));
+            }
+        }
+        out < (all / 2).max(1)
+    }
+}

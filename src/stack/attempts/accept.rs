@@ -1,0 +1,133 @@
+//! Building the finished sample of an attempt that came to its end: written down
+//! before anybody sees it.
+
+use std::time::SystemTime;
+
+use tokio::time::Instant;
+
+use super::SampleRun;
+use crate::{
+    call::{AttemptReceipt, RouteReceipt, SampleOutput, StopReason, Usage},
+    engine::FinishReason,
+    error::{Error, Reason},
+    stack::affinity::{AttemptDone, Chosen, pin_key, prompt_tokens},
+    store::FinishedSample,
+};
+
+impl<S> SampleRun<'_, S> {
+    fn count_sample(&self, output: &SampleOutput, wrong_rank: bool) {
+        let counters = &self.layer.counters;
+        let usage = &output.usage;
+        counters.samples.one();
+        counters.wrong_rank.add(u64::from(wrong_rank));
+        let expected = output.route.expected_cached_tokens;
+        counters.cached_tokens_expected.add(u64::from(expected));
+        counters
+            .cached_tokens_reported
+            .add(u64::from(usage.cached_tokens));
+        counters.prompt_tokens.add(u64::from(usage.prompt_tokens));
+        counters
+            .completion_tokens
+            .add(u64::from(usage.completion_tokens));
+    }
+
+    pub(super) async fn accept(
+        &mut self,
+        chosen: Chosen,
+        done: AttemptDone,
+        base: u32,
+    ) -> Result<(FinishedSample, bool), Error> {
+        let AttemptDone { tokens, finish } = done;
+        self.layer.poison.cleared(&self.prompt);
+        let completion = tokens.len();
+        let target = chosen.rank.target.clone();
+        self.attempts.push(AttemptReceipt {
+            number: self.number,
+            target: target.clone(),
+            failure: None,
+            kept_tokens: completion - base,
+        });
+        let prompt = match prompt_tokens(self.resolved) {
+            // A text prompt: only the engine knows.
+            0 => finish.usage.prompt_tokens,
+            known => known,
+        };
+        let (stop_reason, matched) = match finish.reason {
+            FinishReason::Stop(matched) => (StopReason::Stop, matched),
+            FinishReason::Length => (StopReason::Length, None),
+            FinishReason::Aborted { .. } => (StopReason::Aborted, None),
+        };
+        let served_rank = finish.served_rank;
+        let wrong_rank = served_rank.is_some_and(|served| served != chosen.rank.engine_rank);
+        if wrong_rank {
+            tracing::warn!(%target, served_rank, "the engine served on another rank than it was told");
+        }
+        let last_version = tokens
+            .weight_spans
+            .last()
+            .map(|s| s.version.clone())
+            .filter(|version| !version.is_empty());
+        let adapter = self.resolved.work.call.params().adapter.as_deref();
+        let snapshot = self.layer.fleet.snapshot();
+        if let Some(key) = pin_key(self.resolved)
+            && !wrong_rank
+        {
+            // The last token's KV is not computed.
+            let held = (prompt + completion).saturating_sub(1);
+            let now = Instant::now();
+            self.layer
+                .router
+                .grown(&snapshot, key, chosen.rank.slot, held, adapter, now);
+        }
+        self.layer
+            .fleet
+            .answered(&target, last_version.as_deref(), adapter);
+
+        let finished = FinishedSample {
+            output: SampleOutput {
+                stop_reason,
+                matched,
+                // Text of a resumed attempt is a part only.
+                text: finish.text.filter(|_| base == 0),
+                routed_experts: finish.routed_experts,
+                usage: Usage {
+                    prompt_tokens: prompt,
+                    cached_tokens: finish.usage.cached_tokens.min(prompt),
+                    completion_tokens: completion,
+                },
+                route: RouteReceipt {
+                    target,
+                    served_rank,
+                    reason: chosen.reason,
+                    attempts: std::mem::take(&mut self.attempts),
+                    expected_cached_tokens: chosen.expected_cached_tokens,
+                },
+                tokens: tokens.tokens,
+                logprobs: tokens.logprobs,
+                top_logprobs: tokens.top_logprobs,
+                weight_spans: tokens.weight_spans,
+            },
+            prompt_logprobs: tokens.prompt_logprobs,
+            logprob_mode: chosen.rank.replica.facts.logprob_mode,
+            finished_at: SystemTime::now(),
+            first_token: tokens.first_token,
+        };
+        // On disk before anybody sees it. The rank is done with it: off the count
+        // first.
+        drop(chosen.ticket);
+        let kept = self
+            .resolved
+            .work
+            .journal
+            .commit(self.index, self.number, finished.clone())
+            .await
+            .inspect_err(|error| {
+                if error.reason == Reason::OutcomeUnknown {
+                    self.layer.counters.late_results.one();
+                }
+            })?;
+        self.count_sample(&finished.output, wrong_rank);
+        self.resolved.work.generation.sample_done(self.index);
+        Ok((finished, kept))
+    }
+}
