@@ -229,7 +229,9 @@ impl Run {
                     {
                         break Failure::BadReply(wrong);
                     }
+                    // Unnamed ones are named at the end.
                     if let Some(version) = chunk.weight_version.as_deref()
+                        && !version.is_empty()
                         && !self.admits(version)
                     {
                         break Failure::OtherWeights {

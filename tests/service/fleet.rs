@@ -118,6 +118,10 @@ impl IntoId for &str {
 #[tokio::test]
 async fn incarnations_survive_a_restart_of_the_control_plane() {
     let dir = tempfile::tempdir().unwrap();
+    // A restarted control plane asks whether it is still there.
+    let engine = berth::engine::sim::SimEngine::start(instant())
+        .await
+        .unwrap();
     let register = async |boot: &str| {
         let server = berth::server::Server::start(crate::cluster::quick(&dir))
             .await
@@ -128,7 +132,9 @@ async fn incarnations_survive_a_restart_of_the_control_plane() {
             .register_replica(RegisterReplicaRequest {
                 replica_id: "r".to_owned(),
                 boot_id: boot.to_owned(),
-                address: Some(berth::proto::register_replica_request::Address::Port(9)),
+                address: Some(berth::proto::register_replica_request::Address::Endpoint(
+                    engine.url(),
+                )),
                 engine: berth::proto::EngineKind::Sglang.into(),
                 model: "m".to_owned(),
                 vocab_size: 10,

@@ -427,7 +427,7 @@ async fn a_paused_engine_is_not_dead_and_keeps_its_keys() {
         tokio::time::sleep(50 * MS).await;
         let snapshot = cluster.playground.server().parts().fleet.snapshot();
         let state = snapshot.find(&paused).unwrap().state.clone();
-        assert_eq!(state, RankState::Closed("generation is paused"));
+        assert_eq!(state, RankState::Paused);
     }
     engine.resume();
     eventually("it is open", async || is_open(&cluster, &paused)).await;
