@@ -3,6 +3,7 @@
 //! ranks, caches and times are the same.
 //!
 //! - [`scheduler`]: one rank, pure: queue, batch, radix cache, time.
+//! - [`text`]: what its sequences are made of.
 //! - [`timing`]: what a step costs, and where the numbers come from.
 //! - [`tokens`]: what is generated, as a function that tests can call.
 //! - [`SimEngine`]: the server, in process on the caller's runtime.
@@ -28,6 +29,7 @@ mod request;
 mod running;
 pub mod scheduler;
 mod server;
+pub mod text;
 pub mod timing;
 pub mod tokens;
 mod vllm;

@@ -1,4 +1,4 @@
-//! A rank's prefix cache: a radix tree over token ids in whole pages.
+//! A rank's prefix cache: a radix tree over sequences in whole pages.
 //!
 //! It guarantees: what is found was inserted before under the same namespace,
 //! token by token; a locked node is never evicted; eviction takes the least
@@ -9,6 +9,11 @@
 //! copies nothing.
 
 use std::collections::{BTreeSet, HashMap};
+
+use super::text::Label;
+
+/// The cache of an engine that serves: over token ids.
+pub type RadixCache = RadixTree<Vec<u32>>;
 
 /// A node's place in the arena. Stays valid while the node is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -24,12 +29,12 @@ pub struct Match {
 }
 
 #[derive(Debug)]
-struct Node {
+struct Node<L: Label> {
     /// The tokens between the parent and here; empty for a root.
-    tokens: Vec<u32>,
+    tokens: L,
     parent: Option<NodeId>,
     /// By the first page of their tokens.
-    children: HashMap<Box<[u32]>, NodeId>,
+    children: HashMap<L::Key, NodeId>,
     locks: u32,
     used: u64,
     /// Where it stands in the order of eviction, if it does.
@@ -39,9 +44,9 @@ struct Node {
 
 /// The cache of one rank.
 #[derive(Debug)]
-pub struct RadixCache {
+pub struct RadixTree<L: Label> {
     page: usize,
-    nodes: Vec<Option<Node>>,
+    nodes: Vec<Option<Node<L>>>,
     free: Vec<NodeId>,
     roots: HashMap<Box<str>, NodeId>,
     /// Unlocked leaves, the least recently used first.
@@ -53,7 +58,7 @@ pub struct RadixCache {
     evicted: u64,
 }
 
-impl RadixCache {
+impl<L: Label> RadixTree<L> {
     /// An empty one. A page of 0 is taken as 1.
     pub fn new(page: usize) -> Self {
         Self {
@@ -90,7 +95,7 @@ impl RadixCache {
     }
 
     /// The longest held prefix of `tokens`; counts as a use of it.
-    pub fn find(&mut self, namespace: &str, tokens: &[u32]) -> Match {
+    pub fn find(&mut self, namespace: &str, tokens: L::View<'_>) -> Match {
         let root = self.root(namespace);
         self.clock += 1;
         self.touch(root);
@@ -98,8 +103,9 @@ impl RadixCache {
             tokens: 0,
             node: root,
         };
+        let len = L::view_len(tokens);
         loop {
-            let rest = &tokens[at.tokens..];
+            let rest = L::part(tokens, at.tokens, len);
             let Some(child) = self.child(at.node, rest) else {
                 return at;
             };
@@ -120,13 +126,14 @@ impl RadixCache {
     }
 
     /// The length of the longest held prefix. Changes nothing.
-    pub fn peek(&self, namespace: &str, tokens: &[u32]) -> usize {
+    pub fn peek(&self, namespace: &str, tokens: L::View<'_>) -> usize {
         let Some(&root) = self.roots.get(namespace) else {
             return 0;
         };
         let (mut node, mut held) = (root, 0);
+        let len = L::view_len(tokens);
         loop {
-            let rest = &tokens[held..];
+            let rest = L::part(tokens, held, len);
             let Some(child) = self.child(node, rest) else {
                 return held;
             };
@@ -141,15 +148,17 @@ impl RadixCache {
 
     /// Holds the whole pages of `tokens`; counts as a use of them. What was
     /// not held before becomes evictable.
-    pub fn insert(&mut self, namespace: &str, tokens: &[u32]) -> Match {
-        let tokens = &tokens[..self.aligned(tokens.len())];
+    pub fn insert(&mut self, namespace: &str, tokens: L::View<'_>) -> Match {
+        let len = self.aligned(L::view_len(tokens));
+        let tokens = L::part(tokens, 0, len);
         let found = self.find(namespace, tokens);
-        let rest = &tokens[found.tokens..];
-        if rest.is_empty() {
+        if found.tokens == len {
             return found;
         }
+        let rest = L::of(L::part(tokens, found.tokens, len));
+        let first = rest.key(self.page);
         let id = self.allocate(Node {
-            tokens: rest.to_vec(),
+            tokens: rest,
             parent: Some(found.node),
             children: HashMap::new(),
             locks: 0,
@@ -157,13 +166,12 @@ impl RadixCache {
             listed: None,
             namespace: None,
         });
-        let first = rest[..self.page].into();
         self.node_mut(found.node).children.insert(first, id);
-        self.evictable += rest.len();
+        self.evictable += len - found.tokens;
         self.relist(found.node);
         self.relist(id);
         Match {
-            tokens: tokens.len(),
+            tokens: len,
             node: id,
         }
     }
@@ -185,7 +193,7 @@ impl RadixCache {
         }
     }
 
-    /// Undoes one [`RadixCache::lock`].
+    /// Undoes one [`RadixTree::lock`].
     pub fn unlock(&mut self, node: NodeId) {
         let mut at = Some(node);
         while let Some(id) = at {
@@ -238,7 +246,8 @@ impl RadixCache {
         self.evictable -= node.tokens.len();
         if let Some(parent) = node.parent {
             let page = self.page;
-            self.node_mut(parent).children.remove(&node.tokens[..page]);
+            let first = node.tokens.key(page);
+            self.node_mut(parent).children.remove(&first);
             self.relist(parent);
             let above = self.node(parent);
             if above.parent.is_none() && above.children.is_empty() && above.locks == 0 {
@@ -263,7 +272,7 @@ impl RadixCache {
             return root;
         }
         let root = self.allocate(Node {
-            tokens: Vec::new(),
+            tokens: L::empty(),
             parent: None,
             children: HashMap::new(),
             locks: 0,
@@ -282,8 +291,8 @@ impl RadixCache {
         let node = self.node_mut(id);
         let lower = node.tokens.split_off(at);
         let upper_tokens = std::mem::replace(&mut node.tokens, lower);
-        let upper_first: Box<[u32]> = upper_tokens[..page].into();
-        let lower_first: Box<[u32]> = node.tokens[..page].into();
+        let upper_first = upper_tokens.key(page);
+        let lower_first = node.tokens.key(page);
         let (parent, locks, used) = (node.parent, node.locks, node.used);
         let upper = self.allocate(Node {
             tokens: upper_tokens,
@@ -301,17 +310,17 @@ impl RadixCache {
         upper
     }
 
-    fn child(&self, node: NodeId, rest: &[u32]) -> Option<NodeId> {
-        let first = rest.get(..self.page)?;
-        self.node(node).children.get(first).copied()
+    fn child(&self, node: NodeId, rest: L::View<'_>) -> Option<NodeId> {
+        if L::view_len(rest) < self.page {
+            return None;
+        }
+        L::look_up(&self.node(node).children, rest, self.page)
     }
 
     /// Whole pages that `node` and `rest` have in common: at least one, since
     /// the node was found by its first.
-    fn shared(&self, node: NodeId, rest: &[u32]) -> usize {
-        let held = &self.node(node).tokens;
-        let same = held.iter().zip(rest).take_while(|(a, b)| a == b).count();
-        self.aligned(same)
+    fn shared(&self, node: NodeId, rest: L::View<'_>) -> usize {
+        self.aligned(self.node(node).tokens.shared(rest))
     }
 
     fn touch(&mut self, id: NodeId) {
@@ -337,7 +346,7 @@ impl RadixCache {
         }
     }
 
-    fn allocate(&mut self, node: Node) -> NodeId {
+    fn allocate(&mut self, node: Node<L>) -> NodeId {
         if let Some(id) = self.free.pop() {
             self.nodes[id.0 as usize] = Some(node);
             return id;
@@ -351,7 +360,7 @@ impl RadixCache {
         clippy::expect_used,
         reason = "ids never leave this module but as locked or just found nodes"
     )]
-    fn node(&self, id: NodeId) -> &Node {
+    fn node(&self, id: NodeId) -> &Node<L> {
         self.nodes[id.0 as usize].as_ref().expect("a live node")
     }
 
@@ -359,7 +368,7 @@ impl RadixCache {
         clippy::expect_used,
         reason = "ids never leave this module but as locked or just found nodes"
     )]
-    fn node_mut(&mut self, id: NodeId) -> &mut Node {
+    fn node_mut(&mut self, id: NodeId) -> &mut Node<L> {
         self.nodes[id.0 as usize].as_mut().expect("a live node")
     }
 }

@@ -6,16 +6,16 @@ use super::{
     Done, Ended, Event, LOOK_AHEAD, RATIO_FIRST, RATIO_LEAST, RATIO_STEPS, Rank, Request, Span,
     Step, limit,
 };
-use crate::engine::sim::timing::Work;
+use crate::engine::sim::{text::Sequence, timing::Work};
 
 /// A prompt, or the part of one, that a step computes.
-struct Chunk {
-    request: Request,
+struct Chunk<S> {
+    request: Request<S>,
     from: usize,
     to: usize,
 }
 
-impl Rank {
+impl<S: Sequence> Rank<S> {
     /// Runs one step. Unset: there is nothing to do.
     pub fn step(&mut self) -> Option<Step> {
         let mut events = Vec::new();
@@ -69,7 +69,7 @@ impl Rank {
 
     /// Takes requests into the batch while running requests, prompt tokens and
     /// KV allow it. Their KV is there when this returns.
-    fn admit(&mut self, events: &mut Vec<Event>) -> Vec<Chunk> {
+    fn admit(&mut self, events: &mut Vec<Event>) -> Vec<Chunk<S>> {
         let page = self.config.page.max(1);
         let mut budget = self.config.chunk.max(page);
         let mut chunks = Vec::new();
@@ -95,9 +95,10 @@ impl Rank {
             let Some(mut request) = self.waiting.pop_front() else {
                 break;
             };
-            let found = self
-                .cache
-                .find(&request.job.namespace, &request.tokens[..limit(&request)]);
+            let found = self.cache.find(
+                &request.job.namespace,
+                request.tokens.first(limit(&request)),
+            );
             // Locked first, so that room is not made of what it is about to use.
             self.cache.lock(found.node);
             let extend = request.tokens.len() - found.tokens;
@@ -148,13 +149,13 @@ impl Rank {
     }
 
     /// Tokens that those who run already are expected to need yet.
-    fn expected_growth(&self, chunks: &[Chunk]) -> usize {
+    fn expected_growth(&self, chunks: &[Chunk<S>]) -> usize {
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
             reason = "a share, from 0 to 1, of at most LOOK_AHEAD"
         )]
-        let growth = |request: &Request| {
+        let growth = |request: &Request<S>| {
             (request.remaining().min(LOOK_AHEAD) as f64 * self.ratio).ceil() as usize
         };
         let running: usize = self.running.iter().map(growth).sum();
@@ -225,18 +226,18 @@ impl Rank {
     }
 
     /// Gives a request the KV of `by` more tokens.
-    fn grow(&mut self, request: &mut Request, by: usize) {
+    fn grow(&mut self, request: &mut Request<S>, by: usize) {
         let before = self.private_of(request);
         request.kv += by;
         self.private += self.private_of(request) - before;
     }
 
     /// Hands the whole pages of a request's KV to the tree and locks them there.
-    fn settle(&mut self, request: &mut Request) {
+    fn settle(&mut self, request: &mut Request<S>) {
         self.private -= self.private_of(request);
         let held = self
             .cache
-            .insert(&request.job.namespace, &request.tokens[..request.kv]);
+            .insert(&request.job.namespace, request.tokens.first(request.kv));
         self.cache.lock(held.node);
         if let Some(old) = request.node.replace(held.node) {
             self.cache.unlock(old);
@@ -246,16 +247,14 @@ impl Rank {
     }
 
     /// Appends the next token and decides whether it was the last.
-    fn generate(&mut self, mut request: Request, events: &mut Vec<Event>) {
+    fn generate(&mut self, mut request: Request<S>, events: &mut Vec<Event>) {
         // Before it may end, its end is not drawn.
         let early = request.output_u32() < request.job.min_new;
         let eos = (!request.job.ignore_eos && !early).then_some(self.config.eos);
         let token =
             request
-                .rolling
-                .next(request.job.seed, self.config.vocab, eos, self.config.eos.id);
-        request.rolling.push(token);
-        request.tokens.push(token);
+                .tokens
+                .generate(request.job.seed, self.config.vocab, eos, self.config.eos.id);
         self.totals.generated += 1;
         let total = request.output_u32();
         match request.spans.last_mut() {
@@ -289,7 +288,7 @@ impl Rank {
         if tell {
             events.push(Event::Progress {
                 job: request.job.id,
-                tokens: request.tokens[request.prompt + request.told..].to_vec(),
+                tokens: request.tokens.tail(request.prompt + request.told),
                 total,
                 retractions: request.retractions,
             });
@@ -299,7 +298,7 @@ impl Rank {
     }
 
     /// Leaves its KV in the cache and ends it.
-    fn finish(&mut self, mut request: Request, ended: Ended, events: &mut Vec<Event>) {
+    fn finish(&mut self, mut request: Request<S>, ended: Ended, events: &mut Vec<Event>) {
         self.settle(&mut request);
         self.private -= self.private_of(&request);
         if let Some(node) = request.node.take() {
@@ -317,7 +316,7 @@ impl Rank {
             done: Box::new(Done {
                 ended,
                 total: request.output_u32(),
-                tokens: request.tokens.split_off(request.prompt + request.told),
+                tokens: request.tokens.tail(request.prompt + request.told),
                 cached: request.cached.unwrap_or(0),
                 retractions: request.retractions,
                 spans: std::mem::take(&mut request.spans),
@@ -325,7 +324,7 @@ impl Rank {
         });
     }
 
-    fn account(&mut self, chunks: &[Chunk], micros: u128) {
+    fn account(&mut self, chunks: &[Chunk<S>], micros: u128) {
         let micros = u64::try_from(micros).unwrap_or(u64::MAX);
         self.totals.steps += 1;
         if chunks.is_empty() {

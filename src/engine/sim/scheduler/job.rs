@@ -10,11 +10,11 @@ pub struct JobId(pub u64);
 
 /// One sequence to generate.
 #[derive(Clone, Debug)]
-pub struct Job {
+pub struct Job<P = Vec<u32>> {
     /// Its name.
     pub id: JobId,
     /// The prompt; not empty.
-    pub prompt: Vec<u32>,
+    pub prompt: P,
     /// Tokens to generate at most. 0 computes the prompt and no more.
     pub max_new: u32,
     /// Draws its tokens.
@@ -39,6 +39,26 @@ pub struct Job {
     pub notify_every: u32,
     /// Computing this prompt ends the engine: an id is outside the vocabulary.
     pub poison: bool,
+}
+
+impl<P> Job<P> {
+    /// The prompt, and the job without it.
+    pub(super) fn take_prompt(self) -> (P, Job<()>) {
+        let job = Job {
+            id: self.id,
+            prompt: (),
+            max_new: self.max_new,
+            seed: self.seed,
+            stop_ids: self.stop_ids,
+            ignore_eos: self.ignore_eos,
+            compute_from: self.compute_from,
+            namespace: self.namespace,
+            priority: self.priority,
+            notify_every: self.notify_every,
+            poison: self.poison,
+        };
+        (self.prompt, job)
+    }
 }
 
 /// Why a job was ended early.

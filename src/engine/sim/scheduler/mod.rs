@@ -27,18 +27,18 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 pub use job::{Done, Ended, Event, Job, JobId, Load, RankConfig, Refusal, Span, Totals};
 
 use super::{
-    radix::{NodeId, RadixCache},
-    tokens::Rolling,
+    radix::{NodeId, RadixTree},
+    text::{Sequence, TokenIds},
 };
 
 /// A request that is known here.
 #[derive(Debug)]
-struct Request {
-    job: Job,
+struct Request<S> {
+    /// Its prompt is in `tokens`.
+    job: Job<()>,
     /// Prompt and output.
-    tokens: Vec<u32>,
+    tokens: S,
     prompt: usize,
-    rolling: Rolling,
     /// Locked while it runs.
     node: Option<NodeId>,
     /// Tokens whose KV is in the tree and locked through `node`.
@@ -55,7 +55,7 @@ struct Request {
     uncached: usize,
 }
 
-impl Request {
+impl<S: Sequence> Request<S> {
     fn output(&self) -> usize {
         self.tokens.len() - self.prompt
     }
@@ -77,15 +77,15 @@ impl Request {
     }
 }
 
-/// One rank.
+/// One rank. What its sequences are made of is of no matter to it.
 #[derive(Debug)]
-pub struct Rank {
+pub struct Rank<S: Sequence = TokenIds> {
     config: RankConfig,
-    cache: RadixCache,
-    waiting: VecDeque<Request>,
-    running: Vec<Request>,
+    cache: RadixTree<S::Label>,
+    waiting: VecDeque<Request<S>>,
+    running: Vec<Request<S>>,
     /// The request whose prompt is computed in chunks. One at a time.
-    chunked: Option<Request>,
+    chunked: Option<Request<S>>,
     version: Arc<str>,
     /// KV tokens of running requests that are not in the tree, in whole pages.
     private: usize,
@@ -112,11 +112,11 @@ pub struct Step {
     pub events: Vec<Event>,
 }
 
-impl Rank {
+impl<S: Sequence> Rank<S> {
     /// An idle one with an empty cache.
     pub fn new(config: RankConfig, version: Arc<str>) -> Self {
         Self {
-            cache: RadixCache::new(config.page),
+            cache: RadixTree::new(config.page),
             config,
             waiting: VecDeque::new(),
             running: Vec::new(),
@@ -130,13 +130,15 @@ impl Rank {
     }
 
     /// Takes a job. What it returns happens at once.
-    pub fn submit(&mut self, mut job: Job) -> Vec<Event> {
+    pub fn submit(&mut self, job: Job<S::Prompt>) -> Vec<Event> {
+        let (prompt, mut job) = job.take_prompt();
+        let tokens = S::new(prompt);
         let room = self.cache.aligned(self.config.kv_tokens);
-        if job.prompt.is_empty() || job.prompt.len() + 1 >= room {
+        if tokens.is_empty() || tokens.len() + 1 >= room {
             return vec![refused(job.id, Refusal::TooLarge)];
         }
         // One token less than fits: the KV of the next one needs a place too.
-        let most = room - 1 - job.prompt.len();
+        let most = room - 1 - tokens.len();
         job.max_new = job.max_new.min(u32::try_from(most).unwrap_or(u32::MAX));
         let mut events = Vec::new();
         if self
@@ -153,10 +155,8 @@ impl Rank {
                 None => return vec![refused(job.id, Refusal::QueueFull)],
             }
         }
-        let tokens = std::mem::take(&mut job.prompt);
         self.enqueue(Request {
             prompt: tokens.len(),
-            rolling: Rolling::of(&tokens),
             tokens,
             job,
             node: None,
@@ -243,16 +243,17 @@ impl Rank {
     }
 
     /// Tokens of this prompt that are cached now. Changes nothing.
-    pub fn cached(&self, namespace: &str, prompt: &[u32]) -> usize {
+    pub fn cached(&self, namespace: &str, prompt: &S) -> usize {
         let limit = prompt.len().saturating_sub(1);
-        self.cache.peek(namespace, &prompt[..limit])
+        self.cache.peek(namespace, prompt.first(limit))
     }
 
-    fn enqueue(&mut self, mut request: Request) {
+    fn enqueue(&mut self, mut request: Request<S>) {
         // As of now, so that a look at the load costs little.
-        let held = self
-            .cache
-            .peek(&request.job.namespace, &request.tokens[..limit(&request)]);
+        let held = self.cache.peek(
+            &request.job.namespace,
+            request.tokens.first(limit(&request)),
+        );
         request.uncached = request.tokens.len() - held;
         let at = if self.config.priorities {
             self.waiting
@@ -274,7 +275,7 @@ impl Rank {
     }
 
     /// KV of the whole request goes, but for what the tree holds of it.
-    fn retract(&mut self, mut request: Request) {
+    fn retract(&mut self, mut request: Request<S>) {
         self.private -= self.private_of(&request);
         if let Some(node) = request.node.take() {
             self.cache.unlock(node);
@@ -293,13 +294,13 @@ impl Rank {
     }
 
     /// Private KV of a request in whole pages.
-    fn private_of(&self, request: &Request) -> usize {
+    fn private_of(&self, request: &Request<S>) -> usize {
         (request.kv - request.in_tree).next_multiple_of(self.config.page.max(1))
     }
 }
 
 /// Tokens of a request that may come from the cache: never its last one.
-fn limit(request: &Request) -> usize {
+fn limit<S: Sequence>(request: &Request<S>) -> usize {
     let most = request.tokens.len() - 1;
     request.job.compute_from.map_or(most, |from| most.min(from))
 }
@@ -312,10 +313,10 @@ fn refused(job: JobId, why: Refusal) -> Event {
     }
 }
 
-fn give_up(request: Request, why: Refusal) -> Event {
+fn give_up<S: Sequence>(request: Request<S>, why: Refusal) -> Event {
     Event::Refused {
         job: request.job.id,
         why,
-        tokens: request.tokens[request.prompt + request.told..].to_vec(),
+        tokens: request.tokens.tail(request.prompt + request.told),
     }
 }
