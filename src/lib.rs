@@ -19,5 +19,6 @@ pub mod proto;
 pub mod routing;
 pub mod server;
 pub mod sidecar;
+pub mod simulate;
 pub mod stack;
 pub mod store;

@@ -11,6 +11,7 @@ pub mod resume;
 pub mod serve;
 pub mod sidecar;
 pub mod sim_engine;
+pub mod simulate;
 pub mod stats;
 
 use std::process::ExitCode;
@@ -51,6 +52,8 @@ enum Command {
     Pin(pin::Args),
     /// Show what happened since the control plane's start.
     Stats(stats::Args),
+    /// Compare routing policies on a trace, in virtual time.
+    Simulate(Box<simulate::Args>),
 }
 
 impl Cli {
@@ -73,6 +76,7 @@ impl Cli {
             Command::Resume(args) => resume::run(args).await,
             Command::Pin(args) => pin::run(args).await,
             Command::Stats(args) => stats::run(args).await,
+            Command::Simulate(args) => simulate::run(*args).await,
         }
     }
 }

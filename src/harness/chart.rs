@@ -301,7 +301,7 @@ fn tick_label(value: f64, step: f64) -> String {
 
 /// For text in XML: a run id or a model's name may hold anything. Characters
 /// that XML cannot say at all are left out.
-fn escape(s: &str) -> String {
+pub(crate) fn escape(s: &str) -> String {
     let mut out = String::with_capacity(s.len());
     for c in s.chars() {
         match c {

@@ -203,7 +203,7 @@ fn speedup(without: f64, with: f64) -> String {
 }
 
 /// With separators: `188,416`.
-pub(super) fn count(n: u64) -> String {
+pub(crate) fn count(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
     for (i, digit) in digits.chars().enumerate() {
