@@ -146,11 +146,6 @@ impl Fleet {
         self.replicas.get(replica).is_some_and(|r| !r.dead)
     }
 
-    /// Which weights it serves.
-    pub fn weights(&self, replica: usize) -> Option<&Arc<str>> {
-        self.replicas.get(replica).map(|r| &r.weights)
-    }
-
     /// It is gone: its numbers will not be used again.
     pub fn die(&mut self, replica: usize) {
         if let Some(replica) = self.replicas.get_mut(replica) {
@@ -159,23 +154,13 @@ impl Fleet {
         self.publish();
     }
 
-    /// A dead one starts anew, another one takes all requests. Returns whether
-    /// it was dead.
-    pub fn back(&mut self, replica: usize) -> bool {
-        let Some(known) = self.replicas.get_mut(replica) else {
-            return false;
-        };
-        let dead = known.dead;
-        if dead {
-            let next = known.view.incarnation.0 + 1;
-            let weights = Arc::clone(&known.weights);
-            let fresh = self.start(replica, next, weights);
-            self.replicas[replica] = fresh;
-        } else {
-            known.state = RankState::Open;
-        }
+    /// It starts anew, with its last weights, which are returned.
+    pub fn restart(&mut self, replica: usize) -> Arc<str> {
+        let weights = Arc::clone(&self.replicas[replica].weights);
+        let next = self.replicas[replica].view.incarnation.0 + 1;
+        self.replicas[replica] = self.start(replica, next, Arc::clone(&weights));
         self.publish();
-        dead
+        weights
     }
 
     /// All its ranks take requests so from now on.
@@ -184,11 +169,6 @@ impl Fleet {
             replica.state = state;
         }
         self.publish();
-    }
-
-    /// How its ranks take requests.
-    pub fn state(&self, replica: usize) -> Option<&RankState> {
-        self.replicas.get(replica).map(|r| &r.state)
     }
 
     /// It serves these weights from now on.

@@ -6,9 +6,6 @@ use std::{sync::Arc, time::Duration};
 use super::world::{Plan, Stuck, World, nanos};
 use crate::fleet::snapshot::{RankSlot, RankState};
 
-/// How the fleet calls a rank whose weights are being loaded.
-const PAUSED: RankState = RankState::Closed("generation is paused");
-
 impl World<'_> {
     fn lanes_of(&self, replica: usize) -> std::ops::Range<usize> {
         let ranks = self.setup.shape.ranks;
@@ -24,6 +21,8 @@ impl World<'_> {
         self.effects[event].there = self.living_at(&slots);
         self.gone.extend(slots.iter().map(|slot| (*slot, event)));
         self.fleet.die(replica);
+        self.drained_by[replica] = None;
+        self.paused_by[replica] = None;
         let lanes = self.lanes_of(replica);
         let lost = self.lose(&lanes);
         for lane in lanes {
@@ -39,42 +38,59 @@ impl World<'_> {
 
     /// A dead one starts with an empty cache; a drain ends.
     pub(super) fn back(&mut self, replica: usize) {
-        self.drains[replica] += 1;
-        if !self.fleet.back(replica) {
+        self.drained_by[replica] = None;
+        if self.fleet.is_up(replica) {
+            self.fleet.set_state(replica, self.open_state(replica));
             return;
         }
-        self.pauses[replica] += 1;
-        let Some(weights) = self.fleet.weights(replica).cloned() else {
-            return;
-        };
+        self.paused_by[replica] = None;
+        let weights = self.fleet.restart(replica);
         for lane in self.lanes_of(replica) {
             self.lanes[lane].restart(Arc::clone(&weights));
             self.returned.insert(lane);
         }
     }
 
-    pub(super) fn drain(&mut self, replica: usize, grace: Option<Duration>) {
-        if !self.fleet.is_up(replica) {
-            return;
-        }
-        self.drains[replica] += 1;
-        self.fleet.set_state(replica, RankState::PinnedOnly);
-        if let Some(grace) = grace {
-            let drain = self.drains[replica];
-            let at = self.clock().saturating_add(nanos(grace));
-            self.plan(at, Plan::Grace { replica, drain });
+    /// How a replica that does not drain takes requests.
+    fn open_state(&self, replica: usize) -> RankState {
+        if self.paused_by[replica].is_some() {
+            RankState::Closed("generation is paused")
+        } else {
+            RankState::Open
         }
     }
 
-    pub(super) fn grace_over(&mut self, replica: usize, drain: u64) {
-        if self.drains[replica] == drain && self.fleet.is_up(replica) {
-            self.fleet.set_state(replica, RankState::Drained);
+    pub(super) fn drain(&mut self, event: usize, replica: usize, grace: Option<Duration>) {
+        if !self.fleet.is_up(replica) {
+            return;
+        }
+        self.drained_by[replica] = Some(event);
+        self.fleet.set_state(replica, RankState::PinnedOnly);
+        if let Some(grace) = grace {
+            let at = self.clock.saturating_add(nanos(grace));
+            self.plan(at, Plan::Grace(event));
+        }
+    }
+
+    /// Unless the drain has ended, or another has begun, since.
+    pub(super) fn grace_over(&mut self, event: usize) {
+        for replica in 0..self.setup.shape.replicas {
+            if self.drained_by[replica] == Some(event) && self.fleet.is_up(replica) {
+                self.fleet.set_state(replica, RankState::Drained);
+            }
         }
     }
 
     /// Running requests are computed again under the new weights, whose KV no
     /// cache has. A dead replica will start with them.
-    pub(super) fn load(&mut self, version: &Arc<str>, only: Option<usize>, pause: Duration) {
+    pub(super) fn load(
+        &mut self,
+        event: usize,
+        version: &Arc<str>,
+        only: Option<usize>,
+        pause: Duration,
+    ) {
+        let paused = pause > Duration::ZERO;
         for replica in 0..self.setup.shape.replicas {
             if only.is_some_and(|only| only != replica) {
                 continue;
@@ -83,44 +99,36 @@ impl World<'_> {
             if !self.fleet.is_up(replica) {
                 continue;
             }
-            self.pauses[replica] += 1;
             for lane in self.lanes_of(replica) {
                 self.lanes[lane].load(Arc::clone(version));
-                self.lanes[lane].paused = pause > Duration::ZERO;
-                self.woken.insert(lane);
             }
-            if pause > Duration::ZERO {
-                if self.fleet.state(replica) == Some(&RankState::Open) {
-                    self.fleet.set_state(replica, PAUSED);
-                }
-                let pauses = self.pauses[replica];
-                let at = self.clock().saturating_add(nanos(pause));
-                let plan = Plan::Resume {
-                    replica,
-                    pause: pauses,
-                };
-                self.plan(at, plan);
-            } else {
-                self.reopen(replica);
+            self.set_paused(replica, paused.then_some(event));
+        }
+        if paused {
+            let at = self.clock.saturating_add(nanos(pause));
+            self.plan(at, Plan::Resume(event));
+        }
+    }
+
+    /// All of an event's at one moment, unless another pause has begun since.
+    pub(super) fn resume(&mut self, event: usize) {
+        for replica in 0..self.setup.shape.replicas {
+            if self.paused_by[replica] == Some(event) && self.fleet.is_up(replica) {
+                self.set_paused(replica, None);
             }
         }
     }
 
-    pub(super) fn resume(&mut self, replica: usize, pause: u64) {
-        if self.pauses[replica] != pause || !self.fleet.is_up(replica) {
-            return;
-        }
+    fn set_paused(&mut self, replica: usize, by: Option<usize>) {
+        self.paused_by[replica] = by;
         for lane in self.lanes_of(replica) {
-            self.lanes[lane].paused = false;
+            self.lanes[lane].paused = by.is_some();
             self.woken.insert(lane);
         }
-        self.reopen(replica);
-    }
-
-    /// A drain that has begun meanwhile stays.
-    fn reopen(&mut self, replica: usize) {
-        if self.fleet.state(replica) == Some(&PAUSED) {
-            self.fleet.set_state(replica, RankState::Open);
+        // Whether it drains weighs more than that it is paused: its pinned keys
+        // go on waiting for it.
+        if self.drained_by[replica].is_none() {
+            self.fleet.set_state(replica, self.open_state(replica));
         }
     }
 }

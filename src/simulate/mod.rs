@@ -23,6 +23,7 @@ pub mod read;
 pub mod report;
 mod table;
 pub mod trace;
+mod turns;
 mod world;
 
 use std::{

@@ -4,7 +4,9 @@
 //!   the longest prefix of its prompt in any earlier prompt and output, but never
 //!   the last token of its prompt, which an engine always computes.
 //! - [`Pool`]: one cache of a given size for everybody, the least recently used
-//!   going first. It sees the turns in the order of the run that it watches.
+//!   going first. It sees the turns in the order in which the run that it watches
+//!   computes them. Least recently used is not the best that a cache can do: where
+//!   far more is live than fits, ranks that share unevenly can find more.
 
 use std::collections::HashSet;
 
@@ -97,7 +99,7 @@ impl Pool {
         }
     }
 
-    /// A turn asks. Its prompt is kept until it is answered.
+    /// A turn's prompt begins to be computed. It is kept until it is answered.
     pub fn ask(&mut self, prompt: &Outline) -> NodeId {
         let most = prompt.len().saturating_sub(1);
         self.found += self.cache.find("", prompt.first(most)).tokens as u64;

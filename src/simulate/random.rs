@@ -28,7 +28,7 @@ impl Random {
     /// From `least` to `most`, both included.
     pub fn between(&mut self, least: u32, most: u32) -> u32 {
         let span = u64::from(most.saturating_sub(least)) + 1;
-        least + u32::try_from((self.next() >> 32) * span >> 32).unwrap_or(0)
+        least + u32::try_from(((self.next() >> 32) * span) >> 32).unwrap_or(0)
     }
 
     /// From `least` to `most` with a long tail (Pareto): half of the numbers are

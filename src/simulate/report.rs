@@ -76,8 +76,8 @@ pub struct PolicyReport {
     /// 1 where nothing can be found.
     pub hits_of_reachable: f64,
     /// Cached prompt tokens over those that one cache of all ranks' size would
-    /// have found in the same run. It can pass 1: running requests take room in
-    /// the caches of ranks and none in that one.
+    /// have found in the same run. It can pass 1 where far more is live than fits:
+    /// the least recently used is then not the best to drop.
     pub hits_of_pooled: f64,
     /// Cached prompt tokens over all prompt tokens, cold turns included.
     pub hit_rate: f64,

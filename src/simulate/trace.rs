@@ -156,6 +156,11 @@ impl History {
         &self.text
     }
 
+    /// The text as it is.
+    pub fn text(&self) -> &Outline {
+        &self.text
+    }
+
     /// The text as it is, as the prompt of turn `number`.
     pub fn prompt(&self, number: usize) -> Prompt {
         self.text.prompt(self.output(number))

@@ -21,26 +21,18 @@ use tokio::time::Instant;
 use super::{
     Arrival, Setup,
     events::What,
-    fleet::{Fleet, MODEL},
+    fleet::Fleet,
     lane::Lane,
     oracle::Pool,
     outcome::{Effect, Outcome, TurnDone},
     policy::Policy,
-    trace::{History, Trace},
+    trace::Trace,
+    turns::Live,
 };
-use crate::{
-    call::RouteReason,
-    engine::sim::{
-        radix::NodeId,
-        scheduler::{Event, JobId},
-    },
-    fleet::snapshot::{LoadTicket, RankSlot},
-    ids::{AffinityKey, Tenant},
-    routing::{Needs, PinKey, RouteRequest, Router},
-};
+use crate::{fleet::snapshot::RankSlot, routing::Router};
 
 /// Between two looks for idle pins, as the server takes them.
-const SWEEP: u64 = 10_000_000_000;
+const SWEEP: u64 = 5_000_000_000;
 
 /// Why a simulation has no end.
 #[derive(Debug, thiserror::Error)]
@@ -71,72 +63,48 @@ pub enum Stuck {
 pub(super) enum Plan {
     /// An event of the setup, by its number.
     Event(usize),
-    /// A drain's grace is over, unless another drain has begun since.
-    Grace { replica: usize, drain: u64 },
-    /// A replica computes again, unless another pause has begun since.
-    Resume { replica: usize, pause: u64 },
+    /// The grace of the drain that this event began is over.
+    Grace(usize),
+    /// The replicas that this event paused compute again.
+    Resume(usize),
     /// A session's next turn.
     Send(usize),
     /// A rank's step ends, unless it came to nothing.
     Step { lane: usize, epoch: u64 },
 }
 
-/// A request that a rank has.
-pub(super) struct Placed {
-    pub(super) lane: usize,
-    slot: RankSlot,
-    job: JobId,
-    /// Counts as load while it lives.
-    _ticket: LoadTicket,
-}
-
-/// A session that has begun.
-pub(super) struct Live {
-    key: Option<PinKey>,
-    history: History,
-    turn: usize,
-    sent: u64,
-    attempts: u32,
-    moved: bool,
-    over: bool,
-    pub(super) placed: Option<Placed>,
-    pooled: Option<NodeId>,
-    /// Of the last request.
-    pub(super) last: Option<RankSlot>,
-}
-
 /// All of it.
 pub(super) struct World<'a> {
-    trace: &'a Trace,
+    pub(super) trace: &'a Trace,
     pub(super) setup: &'a Setup,
-    policy: &'a Policy,
-    router: Router,
+    pub(super) policy: &'a Policy,
+    pub(super) router: Router,
     pub(super) fleet: Fleet,
     pub(super) lanes: Vec<Lane>,
     pub(super) sessions: Vec<Live>,
-    begun: usize,
-    answered: usize,
+    pub(super) begun: usize,
+    pub(super) answered: usize,
     epoch: Instant,
-    clock: u64,
+    pub(super) clock: u64,
     next_sweep: u64,
     plans: BinaryHeap<Reverse<(u64, u64, Plan)>>,
     planned: u64,
-    jobs: u64,
+    pub(super) jobs: u64,
     /// Ranks that may have something to do now.
     pub(super) woken: BTreeSet<usize>,
     /// Sessions whose request no rank takes now.
-    stranded: BTreeSet<usize>,
+    pub(super) stranded: BTreeSet<usize>,
     /// Ranks that died, with the event; and those that came back.
     pub(super) gone: HashMap<RankSlot, usize>,
     pub(super) returned: BTreeSet<usize>,
-    /// Drains and pauses by replica, to tell them apart.
-    pub(super) drains: Vec<u64>,
-    pub(super) pauses: Vec<u64>,
-    pool: Pool,
-    turns: Vec<TurnDone>,
-    ended: Vec<Duration>,
-    moves: BTreeMap<String, u64>,
-    moves_to_returned: u64,
+    /// By replica: the event whose drain or pause it is in.
+    pub(super) drained_by: Vec<Option<usize>>,
+    pub(super) paused_by: Vec<Option<usize>>,
+    pub(super) pool: Pool,
+    pub(super) turns: Vec<TurnDone>,
+    pub(super) ended: Vec<Duration>,
+    pub(super) moves: BTreeMap<String, u64>,
+    pub(super) moves_to_returned: u64,
     pub(super) effects: Vec<Effect>,
 }
 
@@ -190,8 +158,8 @@ impl<'a> World<'a> {
             stranded: BTreeSet::new(),
             gone: HashMap::new(),
             returned: BTreeSet::new(),
-            drains: vec![0; shape.replicas],
-            pauses: vec![0; shape.replicas],
+            drained_by: vec![None; shape.replicas],
+            paused_by: vec![None; shape.replicas],
             pool: Pool::new(shape.kv_tokens.saturating_mul(lanes), shape.page),
             turns: Vec::with_capacity(trace.turns()),
             ended: vec![Duration::ZERO; trace.sessions.len()],
@@ -215,21 +183,8 @@ impl<'a> World<'a> {
             self.plan(nanos(event.at), Plan::Event(number));
         }
         for (number, session) in self.trace.sessions.iter().enumerate() {
-            let key = AffinityKey::new(format!("{}/{number}", self.setup.seed));
-            self.sessions.push(Live {
-                key: session
-                    .keyed
-                    .then(|| PinKey::new(&Tenant::default(), MODEL, None, &key)),
-                history: History::new(number),
-                turn: 0,
-                sent: 0,
-                attempts: 0,
-                moved: false,
-                over: false,
-                placed: None,
-                pooled: None,
-                last: None,
-            });
+            let live = Live::new(number, session.keyed, self.setup.seed);
+            self.sessions.push(live);
         }
         let all = self.sessions.len();
         let at_once = match self.setup.arrival {
@@ -241,32 +196,12 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Plans the first turn of the next session.
-    fn begin_session(&mut self) {
-        let number = self.begun;
-        let Some(session) = self.trace.sessions.get(number) else {
-            return;
-        };
-        self.begun += 1;
-        let at = match self.setup.arrival {
-            Arrival::Live(_) => self.clock,
-            Arrival::Every(gap) => nanos(gap).saturating_mul(number as u64),
-            Arrival::Recorded => nanos(session.starts.unwrap_or_default()),
-        };
-        let think = session.turns.first().map_or(0, |turn| nanos(turn.think));
-        self.plan(at.saturating_add(think), Plan::Send(number));
-    }
-
     pub(super) fn plan(&mut self, at: u64, plan: Plan) {
         self.planned += 1;
         self.plans.push(Reverse((at, self.planned, plan)));
     }
 
-    pub(super) fn clock(&self) -> u64 {
-        self.clock
-    }
-
-    fn now(&self) -> Instant {
+    pub(super) fn now(&self) -> Instant {
         self.epoch + Duration::from_nanos(self.clock)
     }
 
@@ -299,12 +234,12 @@ impl<'a> World<'a> {
                 Ok(())
             }
             Plan::Event(number) => self.happen(number),
-            Plan::Grace { replica, drain } => {
-                self.grace_over(replica, drain);
+            Plan::Grace(event) => {
+                self.grace_over(event);
                 self.unstrand()
             }
-            Plan::Resume { replica, pause } => {
-                self.resume(replica, pause);
+            Plan::Resume(event) => {
+                self.resume(event);
                 self.unstrand()
             }
         }
@@ -320,166 +255,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// A session sends its turn.
-    fn ask(&mut self, session: usize) {
-        let live = &mut self.sessions[session];
-        let turn = &self.trace.sessions[session].turns[live.turn];
-        live.sent = self.clock;
-        live.attempts = 0;
-        live.moved = false;
-        let prompt = live.history.ask(live.turn, turn);
-        live.pooled = Some(self.pool.ask(prompt));
-    }
-
-    /// A rank for a session's request. `avoid`: where it has just failed.
-    pub(super) fn dispatch(&mut self, session: usize, avoid: &[RankSlot]) -> Result<(), Stuck> {
-        let now = self.now();
-        let live = &mut self.sessions[session];
-        let turn = &self.trace.sessions[session].turns[live.turn];
-        live.attempts += 1;
-        let needs = Needs {
-            model: MODEL.into(),
-            context: turn.prompt().saturating_add(turn.output),
-            ..Needs::default()
-        };
-        let request = RouteRequest {
-            key: live.key,
-            request: request_id(self.setup.seed, session, live.turn, live.attempts),
-            samples: 1,
-            prompt_tokens: turn.prompt(),
-            needs: &needs,
-            policy: self.policy.routing,
-            avoid,
-        };
-        let Ok(decision) = self.router.route(self.fleet.snapshot(), &request, now) else {
-            live.attempts -= 1;
-            self.stranded.insert(session);
-            return Ok(());
-        };
-        let Some(lane) = self.fleet.rank_of(decision.slot) else {
-            return Err(self.failed("the router chose a rank that is gone".to_owned()));
-        };
-        self.jobs += 1;
-        let job = JobId((self.jobs << 32) | session as u64);
-        let before = live.last.replace(decision.slot);
-        let text = live.history.prompt(live.turn);
-        live.placed = Some(Placed {
-            lane,
-            slot: decision.slot,
-            job,
-            _ticket: decision.ticket,
-        });
-        match before {
-            None => self.lanes[lane].begins_trajectory(),
-            Some(before) if before != decision.slot => {
-                live.moved = true;
-                *self.moves.entry(name(decision.reason)).or_default() += 1;
-                if self.returned.contains(&lane) {
-                    self.moves_to_returned += 1;
-                }
-                if let Some(&event) = self.gone.get(&before) {
-                    self.effects[event].moved += 1;
-                }
-            }
-            Some(_) => {}
-        }
-        self.woken.insert(lane);
-        for event in self.lanes[lane].submit(self.clock, job, text, turn.output) {
-            self.take(event)?;
-        }
-        Ok(())
-    }
-
-    /// Tries again what found no rank.
-    pub(super) fn unstrand(&mut self) -> Result<(), Stuck> {
-        for session in std::mem::take(&mut self.stranded) {
-            self.dispatch(session, &[])?;
-        }
-        Ok(())
-    }
-
-    /// Takes the requests that ranks have away from them, to be sent again.
-    pub(super) fn lose(&mut self, lanes: &std::ops::Range<usize>) -> Vec<(usize, RankSlot)> {
-        let mut lost = Vec::new();
-        for (number, live) in self.sessions.iter_mut().enumerate() {
-            if let Some(placed) = live.placed.take_if(|p| lanes.contains(&p.lane)) {
-                self.lanes[placed.lane].left(self.clock);
-                lost.push((number, placed.slot));
-            }
-        }
-        lost
-    }
-
-    /// Sessions that are not over and whose last request went to one of these.
-    pub(super) fn living_at(&self, slots: &[RankSlot]) -> u64 {
-        let there =
-            |live: &&Live| !live.over && live.last.is_some_and(|last| slots.contains(&last));
-        self.sessions.iter().filter(there).count() as u64
-    }
-
-    fn take(&mut self, event: Event) -> Result<(), Stuck> {
-        match event {
-            Event::Started { .. } | Event::Progress { .. } => Ok(()),
-            Event::Done { job, done } => self.answered(job, done.total, done.cached),
-            Event::Refused { why, .. } => Err(self.failed(format!("it refused: {why:?}"))),
-            Event::Crashed { .. } => Err(self.failed("it crashed".to_owned())),
-        }
-    }
-
-    fn answered(&mut self, job: JobId, output: u32, cached: u32) -> Result<(), Stuck> {
-        let session = usize::try_from(job.0 & u64::from(u32::MAX)).unwrap_or(usize::MAX);
-        let now = self.now();
-        let known = self.sessions.get_mut(session);
-        let Some((live, placed)) = known.and_then(|live| {
-            let placed = live.placed.take_if(|placed| placed.job == job)?;
-            Some((live, placed))
-        }) else {
-            return Err(self.failed("it answered what nobody waits for".to_owned()));
-        };
-        let turns = &self.trace.sessions[session].turns;
-        let prompt = turns[live.turn].prompt();
-        self.lanes[placed.lane].left(self.clock);
-        self.turns.push(TurnDone {
-            session,
-            turn: live.turn,
-            rank: placed.lane,
-            sent: Duration::from_nanos(live.sent),
-            done: Duration::from_nanos(self.clock),
-            prompt,
-            output,
-            cached,
-            attempts: live.attempts,
-            moved: live.moved,
-        });
-        if let Some(key) = live.key {
-            // The last token's KV is not computed.
-            let held = (prompt + output).saturating_sub(1);
-            self.router
-                .grown(self.fleet.snapshot(), key, placed.slot, held, now);
-        }
-        let text = live.history.answered(live.turn, output);
-        if let Some(node) = live.pooled.take() {
-            self.pool.answered(node, text);
-        }
-        live.turn += 1;
-        if let Some(next) = turns.get(live.turn) {
-            let at = self.clock.saturating_add(nanos(next.think));
-            self.plan(at, Plan::Send(session));
-            return Ok(());
-        }
-        live.over = true;
-        if let Some(key) = live.key {
-            self.router.finish(key);
-        }
-        self.answered += 1;
-        self.ended[session] = Duration::from_nanos(self.clock);
-        if matches!(self.setup.arrival, Arrival::Live(_)) {
-            self.begin_session();
-        }
-        Ok(())
-    }
-
-    fn failed(&self, what: String) -> Stuck {
+    pub(super) fn failed(&self, what: String) -> Stuck {
         Stuck::Engine {
             at: Duration::from_nanos(self.clock),
             what,
@@ -513,12 +289,12 @@ impl<'a> World<'a> {
         match what {
             What::Die(replica) => self.die(number, replica)?,
             What::Return(replica) => self.back(replica),
-            What::Drain { replica, grace } => self.drain(replica, grace),
+            What::Drain { replica, grace } => self.drain(number, replica, grace),
             What::Weights {
                 version,
                 replica,
                 pause,
-            } => self.load(&version, replica, pause),
+            } => self.load(number, &version, replica, pause),
         }
         self.unstrand()
     }
@@ -527,26 +303,4 @@ impl<'a> World<'a> {
 /// Saturates after 584 years.
 pub(super) fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// Names an attempt, and is what `random` draws from.
-fn request_id(seed: u64, session: usize, turn: usize, attempt: u32) -> u128 {
-    let mut bytes = [0; 32];
-    let parts = [seed, session as u64, turn as u64, u64::from(attempt)];
-    for (place, part) in bytes.chunks_exact_mut(8).zip(parts) {
-        place.copy_from_slice(&part.to_le_bytes());
-    }
-    xxhash_rust::xxh3::xxh3_128(&bytes)
-}
-
-/// As the API writes it, in small letters: `replica_lost`.
-fn name(reason: RouteReason) -> String {
-    let mut name = String::new();
-    for letter in format!("{reason:?}").chars() {
-        if letter.is_uppercase() && !name.is_empty() {
-            name.push('_');
-        }
-        name.extend(letter.to_lowercase());
-    }
-    name
 }

@@ -1,0 +1,285 @@
+//! The way of a turn: a session asks, the router chooses a rank, the rank answers
+//! or is lost, and the session goes on.
+//!
+//! It guarantees: a session has one request at a time; an answer that nobody waits
+//! for ends the simulation; what no rank takes now waits until the fleet changes.
+
+use std::time::Duration;
+
+use super::{
+    Arrival,
+    fleet::MODEL,
+    outcome::TurnDone,
+    trace::History,
+    world::{Plan, Stuck, World, nanos},
+};
+use crate::{
+    call::RouteReason,
+    engine::sim::{
+        radix::NodeId,
+        scheduler::{Event, JobId},
+    },
+    fleet::snapshot::{LoadTicket, RankSlot},
+    ids::{AffinityKey, Tenant},
+    routing::{Needs, PinKey, RouteRequest},
+};
+
+/// A request that a rank has.
+pub(super) struct Placed {
+    lane: usize,
+    slot: RankSlot,
+    job: JobId,
+    /// Counts as load while it lives.
+    _ticket: LoadTicket,
+}
+
+/// A session that has begun.
+pub(super) struct Live {
+    key: Option<PinKey>,
+    history: History,
+    turn: usize,
+    sent: u64,
+    attempts: u32,
+    moved: bool,
+    over: bool,
+    placed: Option<Placed>,
+    pooled: Option<NodeId>,
+    /// Of the last request.
+    last: Option<RankSlot>,
+}
+
+impl Live {
+    /// Session `number`, not begun.
+    pub(super) fn new(number: usize, keyed: bool, seed: u64) -> Self {
+        let key = AffinityKey::new(format!("{seed}/{number}"));
+        Self {
+            key: keyed.then(|| PinKey::new(&Tenant::default(), MODEL, None, &key)),
+            history: History::new(number),
+            turn: 0,
+            sent: 0,
+            attempts: 0,
+            moved: false,
+            over: false,
+            placed: None,
+            pooled: None,
+            last: None,
+        }
+    }
+}
+
+impl World<'_> {
+    /// Plans the first turn of the next session.
+    pub(super) fn begin_session(&mut self) {
+        let number = self.begun;
+        let Some(session) = self.trace.sessions.get(number) else {
+            return;
+        };
+        self.begun += 1;
+        let at = match self.setup.arrival {
+            Arrival::Live(_) => self.clock,
+            Arrival::Every(gap) => nanos(gap).saturating_mul(number as u64),
+            Arrival::Recorded => nanos(session.starts.unwrap_or_default()),
+        };
+        let think = session.turns.first().map_or(0, |turn| nanos(turn.think));
+        self.plan(at.saturating_add(think), Plan::Send(number));
+    }
+
+    /// A session sends its turn.
+    pub(super) fn ask(&mut self, session: usize) {
+        let live = &mut self.sessions[session];
+        let turn = &self.trace.sessions[session].turns[live.turn];
+        live.sent = self.clock;
+        live.attempts = 0;
+        live.moved = false;
+        live.history.ask(live.turn, turn);
+    }
+
+    /// A rank for a session's request. `avoid`: where it has just failed.
+    pub(super) fn dispatch(&mut self, session: usize, avoid: &[RankSlot]) -> Result<(), Stuck> {
+        let now = self.now();
+        let live = &mut self.sessions[session];
+        let turn = &self.trace.sessions[session].turns[live.turn];
+        live.attempts += 1;
+        let needs = Needs {
+            model: MODEL.into(),
+            context: turn.prompt().saturating_add(turn.output),
+            ..Needs::default()
+        };
+        let request = RouteRequest {
+            key: live.key,
+            request: request_id(self.setup.seed, session, live.turn, live.attempts),
+            samples: 1,
+            prompt_tokens: turn.prompt(),
+            needs: &needs,
+            policy: self.policy.routing,
+            avoid,
+        };
+        let Ok(decision) = self.router.route(self.fleet.snapshot(), &request, now) else {
+            live.attempts -= 1;
+            self.stranded.insert(session);
+            return Ok(());
+        };
+        let Some(lane) = self.fleet.rank_of(decision.slot) else {
+            return Err(self.failed("the router chose a rank that is gone".to_owned()));
+        };
+        self.jobs += 1;
+        let job = JobId((self.jobs << 32) | session as u64);
+        let before = live.last.replace(decision.slot);
+        let text = live.history.prompt(live.turn);
+        live.placed = Some(Placed {
+            lane,
+            slot: decision.slot,
+            job,
+            _ticket: decision.ticket,
+        });
+        match before {
+            None => self.lanes[lane].begins_trajectory(),
+            Some(before) if before != decision.slot => {
+                live.moved = true;
+                *self.moves.entry(name(decision.reason)).or_default() += 1;
+                if self.returned.contains(&lane) {
+                    self.moves_to_returned += 1;
+                }
+                if let Some(&event) = self.gone.get(&before) {
+                    self.effects[event].moved += 1;
+                }
+            }
+            Some(_) => {}
+        }
+        self.woken.insert(lane);
+        for event in self.lanes[lane].submit(self.clock, job, text, turn.output) {
+            self.take(event)?;
+        }
+        Ok(())
+    }
+
+    /// Tries again what found no rank.
+    pub(super) fn unstrand(&mut self) -> Result<(), Stuck> {
+        for session in std::mem::take(&mut self.stranded) {
+            self.dispatch(session, &[])?;
+        }
+        Ok(())
+    }
+
+    /// Takes the requests that ranks have away from them, to be sent again.
+    pub(super) fn lose(&mut self, lanes: &std::ops::Range<usize>) -> Vec<(usize, RankSlot)> {
+        let mut lost = Vec::new();
+        for (number, live) in self.sessions.iter_mut().enumerate() {
+            if let Some(placed) = live.placed.take_if(|p| lanes.contains(&p.lane)) {
+                self.lanes[placed.lane].left(self.clock);
+                lost.push((number, placed.slot));
+            }
+        }
+        lost
+    }
+
+    /// Sessions that are not over and whose last request went to one of these.
+    pub(super) fn living_at(&self, slots: &[RankSlot]) -> u64 {
+        let there =
+            |live: &&Live| !live.over && live.last.is_some_and(|last| slots.contains(&last));
+        self.sessions.iter().filter(there).count() as u64
+    }
+
+    pub(super) fn take(&mut self, event: Event) -> Result<(), Stuck> {
+        match event {
+            Event::Started { job, .. } => {
+                self.started(job);
+                Ok(())
+            }
+            Event::Progress { .. } => Ok(()),
+            Event::Done { job, done } => self.answered(job, done.total, done.cached),
+            Event::Refused { why, .. } => Err(self.failed(format!("it refused: {why:?}"))),
+            Event::Crashed { .. } => Err(self.failed("it crashed".to_owned())),
+        }
+    }
+
+    /// The pool of all caches sees a turn when its prompt begins to be computed,
+    /// as ranks do; one that is lost and sent again is seen once.
+    fn started(&mut self, job: JobId) {
+        if let Some(live) = self.sessions.get_mut(session_of(job))
+            && live.pooled.is_none()
+        {
+            live.pooled = Some(self.pool.ask(live.history.text()));
+        }
+    }
+
+    fn answered(&mut self, job: JobId, output: u32, cached: u32) -> Result<(), Stuck> {
+        let session = session_of(job);
+        let now = self.now();
+        let known = self.sessions.get_mut(session);
+        let Some((live, placed)) = known.and_then(|live| {
+            let placed = live.placed.take_if(|placed| placed.job == job)?;
+            Some((live, placed))
+        }) else {
+            return Err(self.failed("it answered what nobody waits for".to_owned()));
+        };
+        let turns = &self.trace.sessions[session].turns;
+        let prompt = turns[live.turn].prompt();
+        self.lanes[placed.lane].left(self.clock);
+        self.turns.push(TurnDone {
+            session,
+            turn: live.turn,
+            rank: placed.lane,
+            sent: Duration::from_nanos(live.sent),
+            done: Duration::from_nanos(self.clock),
+            prompt,
+            output,
+            cached,
+            attempts: live.attempts,
+            moved: live.moved,
+        });
+        if let Some(key) = live.key {
+            // The last token's KV is not computed.
+            let held = (prompt + output).saturating_sub(1);
+            self.router
+                .grown(self.fleet.snapshot(), key, placed.slot, held, now);
+        }
+        let text = live.history.answered(live.turn, output);
+        if let Some(node) = live.pooled.take() {
+            self.pool.answered(node, text);
+        }
+        live.turn += 1;
+        if let Some(next) = turns.get(live.turn) {
+            let at = self.clock.saturating_add(nanos(next.think));
+            self.plan(at, Plan::Send(session));
+            return Ok(());
+        }
+        live.over = true;
+        if let Some(key) = live.key {
+            self.router.finish(key);
+        }
+        self.answered += 1;
+        self.ended[session] = Duration::from_nanos(self.clock);
+        if matches!(self.setup.arrival, Arrival::Live(_)) {
+            self.begin_session();
+        }
+        Ok(())
+    }
+}
+
+/// Which session's request a job is.
+fn session_of(job: JobId) -> usize {
+    usize::try_from(job.0 & u64::from(u32::MAX)).unwrap_or(usize::MAX)
+}
+
+/// Names an attempt, and is what `random` draws from.
+fn request_id(seed: u64, session: usize, turn: usize, attempt: u32) -> u128 {
+    let mut bytes = [0; 32];
+    let parts = [seed, session as u64, turn as u64, u64::from(attempt)];
+    for (place, part) in bytes.chunks_exact_mut(8).zip(parts) {
+        place.copy_from_slice(&part.to_le_bytes());
+    }
+    xxhash_rust::xxh3::xxh3_128(&bytes)
+}
+
+/// As the API writes it, in small letters: `replica_lost`.
+fn name(reason: RouteReason) -> String {
+    let mut name = String::new();
+    for letter in format!("{reason:?}").chars() {
+        if letter.is_uppercase() && !name.is_empty() {
+            name.push('_');
+        }
+        name.extend(letter.to_lowercase());
+    }
+    name
+}
