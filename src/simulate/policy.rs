@@ -1,6 +1,6 @@
 //! The policies that can be compared. Each is a way to set up the routing core
 //! that serves; none has code of its own here. One that the core learns is one
-//! more line in [`POLICIES`].
+//! more entry of the list below.
 
 use std::str::FromStr;
 
@@ -24,67 +24,73 @@ struct Known {
     name: &'static str,
     about: &'static str,
     routing: RoutingPolicy,
-    /// Of keyed policies: balance against agreement.
-    load_factor: f64,
+    /// What stands behind the colon, of those that take a number, unless told.
+    number: Option<f64>,
+    /// Sets the router up, with that number.
+    configure: fn(&mut RouterConfig, f64),
 }
 
-const DEFAULT_LOAD_FACTOR: f64 = 1.0;
-
 /// All of them, the default first.
-const POLICIES: [Known; 6] = [
+const KNOWN: [Known; 6] = [
     Known {
         name: "affinity",
         about: "sticky, new keys to the least loaded rank, ties by hash",
         routing: RoutingPolicy::Affinity,
-        load_factor: DEFAULT_LOAD_FACTOR,
+        number: None,
+        configure: |_, _| {},
     },
     Known {
         name: "bounded_hash",
-        about: "sticky, consistent hashing with bounded loads (1.25)",
+        about: "sticky, consistent hashing with bounded loads",
         routing: RoutingPolicy::Affinity,
-        load_factor: 1.25,
+        number: Some(1.25),
+        configure: |router, factor| router.load_factor = factor,
     },
     Known {
         name: "hash",
         about: "sticky, plain consistent hashing",
         routing: RoutingPolicy::Affinity,
-        load_factor: f64::INFINITY,
+        number: None,
+        configure: |router, _| router.load_factor = f64::INFINITY,
     },
     Known {
         name: "round_robin",
         about: "each request to the next rank",
         routing: RoutingPolicy::RoundRobin,
-        load_factor: DEFAULT_LOAD_FACTOR,
+        number: None,
+        configure: |_, _| {},
     },
     Known {
         name: "random",
         about: "each request by a hash of its id",
         routing: RoutingPolicy::Random,
-        load_factor: DEFAULT_LOAD_FACTOR,
+        number: None,
+        configure: |_, _| {},
     },
     Known {
         name: "least_loaded",
         about: "each request to the rank with the least in flight",
         routing: RoutingPolicy::LeastLoaded,
-        load_factor: DEFAULT_LOAD_FACTOR,
+        number: None,
+        configure: |_, _| {},
     },
 ];
 
 impl Policy {
     /// All that there are, the default first.
     pub fn all() -> Vec<Self> {
-        POLICIES.iter().map(Self::of).collect()
+        let plain = |known: &Known| Self::of(known, known.name, known.number);
+        KNOWN.iter().map(plain).collect()
     }
 
-    fn of(known: &Known) -> Self {
+    fn of(known: &Known, name: &str, number: Option<f64>) -> Self {
+        let mut router = RouterConfig::default();
+        (known.configure)(&mut router, number.unwrap_or_default());
         Self {
-            name: known.name.to_owned(),
+            name: name.to_owned(),
             about: known.about,
             routing: known.routing,
-            router: RouterConfig {
-                load_factor: known.load_factor,
-                ..RouterConfig::default()
-            },
+            router,
         }
     }
 }
@@ -94,28 +100,24 @@ impl FromStr for Policy {
 
     /// By name. `bounded_hash:1.5` sets the bound on loads.
     fn from_str(text: &str) -> Result<Self, String> {
-        let (name, factor) = match text.split_once(':') {
-            Some((name, factor)) => (name, Some(factor)),
+        let (name, number) = match text.split_once(':') {
+            Some((name, number)) => (name, Some(number)),
             None => (text, None),
         };
-        let known = POLICIES.iter().find(|known| known.name == name);
+        let known = KNOWN.iter().find(|known| known.name == name);
         let known = known.ok_or_else(|| {
-            let names: Vec<_> = POLICIES.iter().map(|known| known.name).collect();
+            let names: Vec<_> = KNOWN.iter().map(|known| known.name).collect();
             format!("there is no policy {name:?}, only {}", names.join(", "))
         })?;
-        let mut policy = Self::of(known);
-        if let Some(factor) = factor {
-            if known.name != "bounded_hash" {
-                return Err(format!("{name} takes no number"));
-            }
-            policy.router.load_factor = match factor.parse::<f64>() {
-                Ok(factor) if factor >= 1.0 => factor,
-                _ => return Err(format!("{factor:?} is no number of at least 1")),
-            };
-            text.clone_into(&mut policy.name);
-            policy.about = "sticky, consistent hashing with bounded loads";
-        }
-        Ok(policy)
+        let number = match (known.number, number) {
+            (default, None) => default,
+            (None, Some(_)) => return Err(format!("{name} takes no number")),
+            (Some(_), Some(number)) => match number.parse::<f64>() {
+                Ok(number) if number >= 1.0 => Some(number),
+                _ => return Err(format!("{number:?} is no number of at least 1")),
+            },
+        };
+        Ok(Self::of(known, text, number))
     }
 }
 
