@@ -55,7 +55,8 @@ pub struct Outcome {
     /// Requests that went to another rank than the session's last one, by the
     /// reason that the router gave.
     pub moves: BTreeMap<String, u64>,
-    /// Of those, the ones to a rank that had died and come back.
+    /// Of those, the ones that left a rank that lives for one that had died and
+    /// come back.
     pub moves_to_returned: u64,
     /// One for each event of the setup.
     pub effects: Vec<Effect>,

@@ -134,7 +134,7 @@ pub struct Moves {
     pub total: u64,
     /// By the router's reason.
     pub by_reason: BTreeMap<String, u64>,
-    /// To a rank that had died and come back.
+    /// From a rank that lives to one that had died and come back.
     pub to_returned: u64,
     /// Prompt tokens that they computed again.
     pub reprefilled_tokens: u64,

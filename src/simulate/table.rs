@@ -129,7 +129,7 @@ impl Report {
                     .collect();
                 let _ = writeln!(
                     out,
-                    "{}: moves by reason: {}; to a rank that came back: {}",
+                    "{}: moves by reason: {}; from a living rank to one that came back: {}",
                     policy.policy,
                     reasons.join(", "),
                     policy.moves.to_returned

@@ -137,11 +137,11 @@ impl World<'_> {
             Some(before) if before != decision.slot => {
                 live.moved = true;
                 *self.moves.entry(name(decision.reason)).or_default() += 1;
-                if self.returned.contains(&lane) {
-                    self.moves_to_returned += 1;
-                }
                 if let Some(&event) = self.gone.get(&before) {
+                    // It looks for a new home, and may find it at the same place.
                     self.effects[event].moved += 1;
+                } else if self.returned.contains(&lane) {
+                    self.moves_to_returned += 1;
                 }
             }
             Some(_) => {}
