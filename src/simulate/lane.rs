@@ -76,6 +76,8 @@ impl Lane {
             seed: 0,
             stop_ids: Vec::new(),
             ignore_eos: true,
+            stops_past_eos: false,
+            min_new: 0,
             compute_from: None,
             namespace: Arc::default(),
             priority: 0,

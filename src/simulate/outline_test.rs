@@ -110,6 +110,8 @@ fn job<P>(id: usize, prompt: P, output: u32) -> Job<P> {
         seed: 0,
         stop_ids: Vec::new(),
         ignore_eos: true,
+        stops_past_eos: false,
+        min_new: 0,
         compute_from: None,
         namespace: "".into(),
         priority: 0,

@@ -232,7 +232,7 @@ impl World<'_> {
             // The last token's KV is not computed.
             let held = (prompt + output).saturating_sub(1);
             self.router
-                .grown(self.fleet.snapshot(), key, placed.slot, held, now);
+                .grown(self.fleet.snapshot(), key, placed.slot, held, None, now);
         }
         let text = live.history.answered(live.turn, output);
         if let Some(node) = live.pooled.take() {

@@ -51,6 +51,8 @@ impl<P> Job<P> {
             seed: self.seed,
             stop_ids: self.stop_ids,
             ignore_eos: self.ignore_eos,
+            stops_past_eos: self.stops_past_eos,
+            min_new: self.min_new,
             compute_from: self.compute_from,
             namespace: self.namespace,
             priority: self.priority,
