@@ -9,7 +9,8 @@
 //! that written down before, a crash in between would leave nobody who sends the
 //! second abort, and a copy that runs to its end beside the next attempt. A third
 //! abort follows in the background, for engines that parse very late: two copies
-//! run beside each other for less than a second then.
+//! run beside each other for less than a second then, unless this process dies
+//! meanwhile.
 //!
 //! ```text
 //! abort ──answered──▶ a moment, abort again ──answered──▶ fenced

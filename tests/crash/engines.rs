@@ -11,7 +11,7 @@ use berth::{
     engine::sim::{DropStream, Faults, Profile, Record, SimConfig, SimEngine, SimHandle, Times},
     harness::playground::accelerator,
     sidecar::{Sidecar, SidecarConfig, SidecarError},
-    stack::fence::ABORT_LATE,
+    stack::fence::ABORT_AGAIN,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -27,8 +27,10 @@ use crate::Rng;
 const STEP: Duration = Duration::from_millis(8);
 
 /// An abort within this of a request comes too early. A life may begin and send
-/// its first abort in less; the last comes later, whenever the first was sent.
-const LONG_PARSE: Duration = ABORT_LATE.saturating_sub(Duration::from_millis(100));
+/// its first abort in less; the second comes later, whenever the first was sent.
+/// The third one is for engines that parse even later: it is sent by a life that
+/// goes on, and would be missing from one that is killed.
+const LONG_PARSE: Duration = ABORT_AGAIN.saturating_sub(Duration::from_millis(15));
 
 /// A connection of a client that is gone is held until the engine was silent
 /// for so long.
