@@ -95,6 +95,8 @@ pub enum Health {
     Healthy,
     /// Heartbeats are missing.
     Suspect,
+    /// Known from before a restart of the control plane, and not heard of since.
+    Unverified,
     /// The sidecar says that the engine does not answer, or none of its ranks is
     /// fit for requests.
     Unhealthy,
@@ -145,10 +147,9 @@ impl Entry {
         note: ReplicaNote,
         slots: Vec<Slot>,
         now: (Instant, SystemTime),
-        config: &LeaseConfig,
     ) -> Self {
         let mut entry = Self::new(note.facts, note.incarnation, slots, now.0);
-        entry.lease = Lease::unverified(now.0, config);
+        entry.lease = Lease::unverified(now.0);
         if let Some(drain) = note.drain {
             entry.drains.restore(&drain, now);
         }
@@ -415,6 +416,9 @@ impl Entry {
         }
         match self.lease.liveness() {
             Liveness::Alive => {}
+            Liveness::Unverified => {
+                return RankState::Closed("not heard of since the control plane was restarted");
+            }
             Liveness::Suspect { .. } => return RankState::Closed("heartbeats are missing"),
             Liveness::Held | Liveness::Dead => {
                 return RankState::Ejected("heartbeats have been missing for long");
@@ -492,6 +496,15 @@ impl Entry {
             (Liveness::Dead, _) => (
                 Health::Dead,
                 self.death.unwrap_or("it was declared dead").to_owned(),
+            ),
+            (Liveness::Unverified, _) => (
+                Health::Unverified,
+                format!(
+                    "known from before a restart of the control plane, and neither its sidecar \
+                     nor its engine has been heard of for {:.1} s of {:.1} s until it is dead",
+                    age.as_secs_f64(),
+                    config.ttl().as_secs_f64()
+                ),
             ),
             (Liveness::Held, _) => (
                 Health::Suspect,

@@ -3,16 +3,18 @@
 //!
 //! | from                 | to      | when                                            |
 //! |----------------------|---------|-------------------------------------------------|
+//! | Unverified           | Alive   | its first beat, or it was asked and answers     |
 //! | Alive                | Suspect | three beats are missing                         |
 //! | Suspect              | Alive   | two good beats                                  |
-//! | Alive, Suspect, Held | Dead    | six beats are missing, and the data path got no |
+//! | any but Dead         | Dead    | six beats are missing, and the data path got no |
 //! |                      |         | answer for as long                              |
-//! | Alive, Suspect       | Held    | the same, while too many are silent at once     |
+//! | any but Dead         | Held    | the same, while too many are silent at once     |
 //! | Held                 | Suspect | a good beat                                     |
 //! | any                  | Dead    | its port refuses connections, it left, or a     |
 //! |                      |         | newer start took its place: at once             |
 //!
-//! Held is self-preservation: when a good part of a fleet falls silent at once,
+//! Unverified is what a restart of the control plane finds of a replica that it
+//! knew: nobody has heard of it since. Held is self-preservation: when a good part of a fleet falls silent at once,
 //! the fault is more likely here than there. Dead is final: a replica that comes
 //! back is a new incarnation.
 
@@ -54,6 +56,8 @@ impl LeaseConfig {
 /// Whether a replica's heartbeats vouch for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Liveness {
+    /// Nobody has heard of it since the control plane was restarted: no new work.
+    Unverified,
     /// They do.
     Alive,
     /// Some are missing: no new work.
@@ -79,25 +83,24 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Of a replica that was known before a restart of the control plane: it is
-    /// suspect until somebody hears of it, and its first beat is enough.
-    pub fn unverified(now: Instant, config: &LeaseConfig) -> Self {
+    /// Of a replica that was known before a restart of the control plane.
+    pub fn unverified(now: Instant) -> Self {
         Self {
-            liveness: Liveness::Suspect {
-                good_beats: config.beats_to_return.saturating_sub(1),
-            },
+            liveness: Liveness::Unverified,
             ..Self::new(now)
         }
     }
 
-    /// It was asked and answers. Returns whether the liveness changed.
-    pub fn verified(&mut self, now: Instant) -> bool {
-        let suspect = matches!(self.liveness, Liveness::Suspect { .. });
-        if suspect {
-            self.last_beat = now;
+    /// It was asked and answers. `grace`: its sidecar, which could not beat while
+    /// nobody listened, may take so long on top to do so again. Returns whether
+    /// the liveness changed.
+    pub fn verified(&mut self, now: Instant, grace: Duration) -> bool {
+        let unverified = self.liveness == Liveness::Unverified;
+        if unverified {
+            self.last_beat = now + grace;
             self.liveness = Liveness::Alive;
         }
-        suspect
+        unverified
     }
 
     /// A new one, from a registration.
@@ -124,6 +127,10 @@ impl Lease {
         let before = self.liveness;
         match self.liveness {
             Liveness::Alive => self.last_beat = now,
+            Liveness::Unverified => {
+                self.last_beat = now;
+                self.liveness = Liveness::Alive;
+            }
             Liveness::Suspect { good_beats } => {
                 self.last_beat = now;
                 let good_beats = good_beats + 1;
@@ -164,9 +171,8 @@ impl Lease {
         let before = self.liveness;
         let silent = now.saturating_duration_since(self.last_beat);
         match self.liveness {
-            Liveness::Alive | Liveness::Suspect { .. } | Liveness::Held
-                if silent >= config.ttl() && !self.answers(now, config) =>
-            {
+            Liveness::Dead => {}
+            _ if silent >= config.ttl() && !self.answers(now, config) => {
                 self.liveness = if spare {
                     Liveness::Held
                 } else {
@@ -180,7 +186,7 @@ impl Lease {
             Liveness::Suspect { good_beats } if good_beats > 0 && silent >= config.interval * 2 => {
                 self.liveness = Liveness::Suspect { good_beats: 0 };
             }
-            Liveness::Alive | Liveness::Suspect { .. } | Liveness::Held | Liveness::Dead => {}
+            Liveness::Unverified | Liveness::Alive | Liveness::Suspect { .. } | Liveness::Held => {}
         }
         before != self.liveness
     }
@@ -190,9 +196,11 @@ impl Lease {
         self.liveness = Liveness::Dead;
     }
 
-    /// This process itself did not run for so long: beats may lie unread.
-    pub fn extend(&mut self, stall: Duration) {
-        self.last_beat += stall;
+    /// This process itself did not run for so long: beats may lie unread. One that
+    /// was read after the stall and before this counts from when it was read.
+    pub fn extend(&mut self, stall: Duration, now: Instant) {
+        let moved = (self.last_beat + stall).min(now);
+        self.last_beat = self.last_beat.max(moved);
     }
 
     fn answers(&self, now: Instant, config: &LeaseConfig) -> bool {
@@ -255,9 +263,47 @@ mod tests {
     async fn a_stall_of_our_own_kills_nobody() {
         let t = Instant::now();
         let mut lease = Lease::new(t);
-        lease.extend(secs(60.0));
+        lease.extend(secs(60.0), t + secs(61.0));
         assert!(!lease.tick(t + secs(61.0), &C, false));
         assert_eq!(lease.liveness(), Liveness::Alive);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_beat_that_is_read_before_the_stall_is_known_does_not_count_for_longer() {
+        let t = Instant::now();
+        let mut lease = Lease::new(t);
+        lease.beat(t + secs(61.0), &C);
+        lease.extend(secs(60.0), t + secs(61.0));
+        assert!(lease.tick(t + secs(67.0), &C, false));
+        assert!(lease.tick(t + secs(73.0), &C, false));
+        assert_eq!(lease.liveness(), Liveness::Dead);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_an_unverified_one_a_beat_or_an_answer_is_enough_and_silence_is_its_end() {
+        let t = Instant::now();
+        let mut heard = Lease::unverified(t);
+        assert!(
+            !heard.tick(t + secs(11.0), &C, false),
+            "no suspicion on top"
+        );
+        assert_eq!(heard.liveness(), Liveness::Unverified);
+        assert!(heard.beat(t + secs(11.0), &C));
+        assert_eq!(heard.liveness(), Liveness::Alive);
+
+        let mut asked = Lease::unverified(t);
+        assert!(asked.verified(t, C.ttl()));
+        assert!(!asked.verified(t, C.ttl()), "told once");
+        assert!(!asked.tick(t + secs(17.9), &C, false));
+        assert!(asked.tick(t + secs(18.0), &C, false));
+        assert_eq!(asked.liveness(), Liveness::Suspect { good_beats: 0 });
+
+        let mut silent = Lease::unverified(t);
+        assert!(silent.tick(t + secs(12.0), &C, false));
+        assert_eq!(silent.liveness(), Liveness::Dead);
+        let mut spared = Lease::unverified(t);
+        assert!(spared.tick(t + secs(12.0), &C, true));
+        assert_eq!(spared.liveness(), Liveness::Held);
     }
 
     #[tokio::test(start_paused = true)]

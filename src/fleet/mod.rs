@@ -349,7 +349,7 @@ impl Fleet {
         let mut changed = false;
         let mut silent = Vec::new();
         for entry in state.replicas.values_mut() {
-            entry.lease.extend(stall);
+            entry.lease.extend(stall, now);
             if entry.drains.pass(now) && entry.lease.liveness() != Liveness::Dead {
                 info!(replica = %entry.facts().id, incarnation = %entry.incarnation, "the drain's grace is over");
                 changed = true;
@@ -386,7 +386,7 @@ impl Fleet {
                     Liveness::Held => {
                         warn!(%replica, %incarnation, "replica is silent, and spared");
                     }
-                    Liveness::Alive => {}
+                    Liveness::Alive | Liveness::Unverified => {}
                 }
             }
             if entry.lease.is_silent(now, lease)

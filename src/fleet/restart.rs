@@ -74,9 +74,7 @@ impl Fleet {
                 urls.dedup();
                 let id = note.facts.id.clone();
                 asked.push((id.clone(), note.incarnation, urls));
-                state
-                    .replicas
-                    .insert(id, Entry::restored(note, slots, now, &self.config.lease));
+                state.replicas.insert(id, Entry::restored(note, slots, now));
             }
             self.publish(&mut state);
         }
@@ -110,11 +108,10 @@ impl Fleet {
         let mut state = self.lock();
         if let Some(entry) = state.replicas.get_mut(replica)
             && entry.incarnation == incarnation
-            && entry.lease.verified(Instant::now())
+            && entry
+                .lease
+                .verified(Instant::now(), self.config.lease.ttl())
         {
-            // Its sidecar could not beat while nobody listened, and tries again in
-            // its own time.
-            entry.lease.extend(self.config.lease.ttl());
             info!(%replica, %incarnation, "replica is taken back");
             self.publish(&mut state);
         }

@@ -20,6 +20,7 @@ pub(super) fn replica(status: ReplicaStatus) -> proto::Replica {
         health: match status.health {
             Health::Healthy => proto::ReplicaHealth::Healthy,
             Health::Suspect => proto::ReplicaHealth::Suspect,
+            Health::Unverified => proto::ReplicaHealth::Unverified,
             Health::Unhealthy => proto::ReplicaHealth::Unhealthy,
             Health::Draining => proto::ReplicaHealth::Draining,
             Health::Dead => proto::ReplicaHealth::Dead,
