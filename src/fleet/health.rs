@@ -2,7 +2,7 @@
 //! what the sidecar says. Pure: time comes in as an argument, always tokio's.
 //!
 //! ```text
-//!            failures in a row, or silence            the term is over
+//!     failures in a row, silence, its own word        the term is over
 //!  ┌─────────┐ ───────────────────────▶ ┌─────────┐ ─────────────────▶ ┌─────────┐
 //!  │ Trusted │                          │ Ejected │                    │ OnTrial │
 //!  └─────────┘ ◀──┐                     └─────────┘ ◀───────────────── └─────────┘
@@ -102,6 +102,8 @@ pub enum Cause {
     Failures,
     /// It gives no answer.
     Hangs,
+    /// Its server says that its engine is dead.
+    Died,
 }
 
 impl Cause {
@@ -109,6 +111,7 @@ impl Cause {
         match self {
             Self::Failures => "ejected: request after request fails there",
             Self::Hangs => "ejected: it takes requests and answers none",
+            Self::Died => "ejected: its server says that its engine is dead",
         }
     }
 }

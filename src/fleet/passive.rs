@@ -4,7 +4,8 @@
 //! What it guarantees: one failure, one reset connection or one failed probe
 //! condemns nobody; a word about an older start changes nothing; failures eject at
 //! most half of a model's ranks, since a fault that strikes more of them is more
-//! likely the requests' than theirs.
+//! likely the requests' than theirs. A server that says of itself that its engine is
+//! dead is believed at once, but not for good: probes bring back who was wrong.
 
 use std::sync::Arc;
 
@@ -127,6 +128,34 @@ impl Fleet {
         }
         warn!(%target, ?fault, "rank is ejected");
         self.publish(&mut state);
+    }
+
+    /// The server of this rank says that its engine is dead. Such a server lingers
+    /// for many seconds, fails whatever it is sent at once, and looks idle: all ranks
+    /// behind it are ejected, however many other servers say the same. When its port
+    /// refuses at last, its start is over.
+    pub fn said_dead(self: &Arc<Self>, target: &Target) {
+        self.unreachable(target);
+        let now = Instant::now();
+        let config = &self.config.health;
+        let mut state = self.lock();
+        let Some(entry) = state.current(target).filter(|entry| !is_over(entry)) else {
+            return;
+        };
+        let url = entry.url_of(target.rank);
+        let ranks: Vec<u32> = entry.facts().ranks.iter().map(|r| r.rank).collect();
+        let mut changed = false;
+        for rank in ranks {
+            if entry.url_of(rank) == url
+                && let Some(health) = entry.health_mut(rank)
+            {
+                changed |= health.eject(Cause::Died, now, config);
+            }
+        }
+        if changed {
+            warn!(%target, "a server says that its engine is dead: its ranks are ejected");
+            self.publish(&mut state);
+        }
     }
 
     /// Since when this rank is out because it hangs, if it is.

@@ -675,3 +675,4 @@ async fn incarnations_do_not_run_backwards_over_a_restart() {
 
 mod drain;
 mod restart;
+mod said_dead;

@@ -533,15 +533,14 @@ async fn a_replica_may_have_a_server_for_each_rank() {
     cluster.stop().await;
 }
 
-/// An id that the engine does not have ends it: it says so, then its port refuses.
-/// The prompt is not tried on the whole fleet.
-#[tokio::test]
-async fn a_prompt_that_kills_engines_is_condemned_after_the_second() {
-    let cluster = Cluster::start(0, instant()).await;
+/// Engines with a vocabulary of 1,000 that are registered with a larger one, and
+/// no sidecar that would know better. Their servers outlive them by `linger`.
+async fn liars(cluster: &Cluster, count: usize, linger: Duration) -> Vec<SimHandle> {
     let mut engines = Vec::new();
-    for i in 0..4 {
+    for i in 0..count {
         let engine = SimEngine::start(SimConfig {
             vocab_size: 1000,
+            linger,
             ..vllm(stepping(Duration::from_millis(1)))
         })
         .await
@@ -570,6 +569,15 @@ async fn a_prompt_that_kills_engines_is_condemned_after_the_second() {
             .unwrap();
         engines.push(engine);
     }
+    engines
+}
+
+/// An id that the engine does not have ends it: it says so, then its port refuses.
+/// The prompt is not tried on the whole fleet.
+#[tokio::test]
+async fn a_prompt_that_kills_engines_is_condemned_after_the_second() {
+    let cluster = Cluster::start(0, instant()).await;
+    let engines = liars(&cluster, 4, Duration::from_millis(200)).await;
     let deadly = request(&[1, 5000, 3], 4);
     refused(
         cluster.sample(deadly.clone()).await,
@@ -585,6 +593,56 @@ async fn a_prompt_that_kills_engines_is_condemned_after_the_second() {
         "PROMPT_CONDEMNED",
     );
     assert_eq!(alive(), 2);
+    for engine in &engines {
+        engine.stop().await;
+    }
+    cluster.stop().await;
+}
+
+/// Such a server fails whatever it is sent at once and so looks idle: it would draw
+/// every new request for as long as it lingers.
+#[tokio::test]
+async fn a_server_that_says_its_engine_is_dead_gets_nothing_more_and_is_dead_when_it_ends() {
+    let cluster = Cluster::with(0, instant(), |c| {
+        // One attempt each: one that went to the dead engine would be seen.
+        c.stack.max_attempts = 1;
+        c.fleet.lease.interval = Duration::from_secs(60);
+        c.fleet.health.first_term = Duration::from_millis(100);
+    })
+    .await;
+    let engines = liars(&cluster, 3, Duration::from_secs(600)).await;
+    refused(
+        cluster.sample(request(&[1, 5000, 3], 4)).await,
+        Code::Unavailable,
+        "REPLICA_LOST",
+    );
+    let fleet = &cluster.playground.server().parts().fleet;
+    let says = |r: &berth::fleet::ReplicaStatus| r.reason.contains("says that its engine is dead");
+    let dead: Vec<_> = fleet.list().into_iter().filter(|r| says(r)).collect();
+    assert_eq!(dead.len(), 1);
+    assert_eq!(dead[0].health, berth::fleet::Health::Unhealthy);
+    let dead = dead[0].facts.id.clone();
+    for t in 0..30 {
+        let key = format!("t{t}");
+        let asked = [request(&[1, t, 3], 4), keyed(&key, &[1, t, 3], 4)];
+        for asked in asked {
+            let response = cluster.sample(asked).await.unwrap();
+            assert_ne!(home(only(&response)).0, dead.as_str());
+        }
+    }
+    let engine = engines
+        .iter()
+        .zip(0..)
+        .find(|(_, i)| format!("liar{i}") == dead.as_str())
+        .unwrap()
+        .0;
+    assert!(engine.is_alive(), "it lingers all the time");
+    engine.kill().await;
+    eventually("its refused port ends it", async || {
+        let known = fleet.get(&dead);
+        known.is_none_or(|r| r.health == berth::fleet::Health::Dead)
+    })
+    .await;
     for engine in &engines {
         engine.stop().await;
     }

@@ -81,6 +81,9 @@ pub struct SimConfig {
     /// Wall time between a request's arrival and its id being known. An abort
     /// that comes in between is answered 200 and does nothing.
     pub parse_delay: Duration,
+    /// How long vLLM's front outlives its engine, in wall time. A real one has been
+    /// seen to take some 15 s.
+    pub linger: Duration,
     /// When the model ends by itself.
     pub eos: Eos,
     /// Address to listen on.
@@ -115,6 +118,7 @@ impl Default for SimConfig {
             weight_version: "default".into(),
             adapters: None,
             parse_delay: Duration::ZERO,
+            linger: Duration::from_millis(200),
             eos: Eos {
                 id: DEFAULT_EOS,
                 one_in: 2048,

@@ -31,8 +31,6 @@ pub(super) const DISCONNECT_POLL: Duration = Duration::from_secs(4);
 /// How long after its last request a terminated engine ends.
 const AFTER_DRAIN: Duration = Duration::from_secs(2);
 
-/// How long vLLM's front outlives its engine.
-const AFTER_ERROR: Duration = Duration::from_millis(200);
 /// After how long vLLM's front ends when the engine of one rank has died.
 const AFTER_RANK: Duration = Duration::from_secs(11);
 
@@ -157,12 +155,12 @@ impl Engine {
         let errored = watch::Sender::new(false);
         let crash = {
             let (root, end) = (root.clone(), Arc::clone(&end));
-            let (errored, dialect) = (errored.clone(), config.dialect);
+            let (errored, dialect, linger) = (errored.clone(), config.dialect, config.linger);
             Arc::new(move || {
                 end.lock().get_or_insert(End::OutOfVocabulary);
                 match dialect {
                     Dialect::Sglang => root.cancel(),
-                    Dialect::Vllm => outlive(&errored, &root, AFTER_ERROR),
+                    Dialect::Vllm => outlive(&errored, &root, linger),
                 }
             })
         };

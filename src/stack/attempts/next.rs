@@ -80,13 +80,14 @@ impl<S> SampleRun<'_, S> {
                 self.lose(tokens, base, chosen, lost(target, "was lost", &message))
             }
             Failure::Died(message) => {
-                self.layer.fleet.unreachable(target);
-                // One engine's death is the end of all ranks behind that port.
+                self.layer.fleet.said_dead(target);
+                // Nor to its siblings, whose servers may not know it yet.
                 let snapshot = self.layer.fleet.snapshot();
-                let ranks = snapshot.ranks.iter();
-                let siblings = ranks.filter(|rank| rank.target.replica == target.replica);
+                let same_start = |other: &Target| {
+                    other.replica == target.replica && other.incarnation == target.incarnation
+                };
+                let siblings = snapshot.ranks.iter().filter(|r| same_start(&r.target));
                 self.avoid.extend(siblings.map(|rank| rank.slot));
-                self.blame(target, Fault::Lost);
                 self.lose(tokens, base, chosen, lost(target, "died", &message))
             }
             Failure::Silent => {
