@@ -1,5 +1,7 @@
 //! The control plane as a sidecar sees it: three calls, each bounded in time,
-//! and what their errors ask of the sidecar.
+//! and what their errors ask of the sidecar. A connection on which a call got no
+//! answer in time is not used again: after a partition it may be dead without a
+//! word, for as long as a keep-alive takes to find out.
 
 use std::time::Duration;
 
@@ -87,9 +89,13 @@ const MAX_INTERVAL: Duration = Duration::from_secs(60);
 /// Where none is told.
 const DEFAULT_INTERVAL: Duration = Duration::from_secs(2);
 
+/// A beat is waited for at least so long, however close to each other they are.
+const MIN_PATIENCE: Duration = Duration::from_secs(1);
+
 /// The control plane.
 #[derive(Clone, Debug)]
 pub struct Control {
+    endpoint: Endpoint,
     client: ReplicaServiceClient<Channel>,
     limit: Duration,
 }
@@ -109,6 +115,7 @@ impl Control {
         }
         Ok(Self {
             client: ReplicaServiceClient::new(endpoint.connect_lazy()),
+            endpoint,
             limit,
         })
     }
@@ -117,8 +124,8 @@ impl Control {
         &mut self,
         request: RegisterReplicaRequest,
     ) -> Result<Grant, CallError> {
-        let limit = self.limit;
-        let answer = within(limit, self.client.register_replica(request)).await;
+        let answer = within(self.limit, self.client.register_replica(request)).await;
+        let answer = self.connected(answer)?;
         let answer = answer.map_err(|error| match error {
             // A boot id of an earlier sidecar beside this same engine, which has
             // renewed it since: renew it again.
@@ -140,9 +147,12 @@ impl Control {
     pub(super) async fn heartbeat(
         &mut self,
         request: HeartbeatRequest,
+        interval: Duration,
     ) -> Result<Heard, CallError> {
-        let limit = self.limit;
-        let answer = within(limit, self.client.heartbeat(request)).await?;
+        // The next beat is as good as this one.
+        let limit = self.limit.min(interval.max(MIN_PATIENCE));
+        let answer = within(limit, self.client.heartbeat(request)).await;
+        let answer = self.connected(answer)??;
         Ok(Heard {
             directive: answer.directive(),
             in_flight: answer.in_flight,
@@ -154,18 +164,31 @@ impl Control {
         request: DeregisterReplicaRequest,
         limit: Duration,
     ) -> Result<(), CallError> {
-        within(limit, self.client.deregister_replica(request)).await?;
+        let answer = within(limit, self.client.deregister_replica(request)).await;
+        self.connected(answer)??;
         Ok(())
     }
+
+    /// The answer; or, where there was none in time, another connection for the
+    /// next call.
+    fn connected<T>(&mut self, answer: Result<T, Late>) -> Result<T, CallError> {
+        answer.map_err(|late| {
+            self.client = ReplicaServiceClient::new(self.endpoint.connect_lazy());
+            CallError::Failed(format!("nothing within {:?}", late.0))
+        })
+    }
 }
+
+/// Nothing came within this.
+struct Late(Duration);
 
 async fn within<T>(
     limit: Duration,
     call: impl Future<Output = Result<tonic::Response<T>, Status>>,
-) -> Result<T, CallError> {
-    match tokio::time::timeout(limit, call).await {
-        Ok(Ok(response)) => Ok(response.into_inner()),
-        Ok(Err(status)) => Err(status.into()),
-        Err(_) => Err(CallError::Failed(format!("nothing within {limit:?}"))),
-    }
+) -> Result<Result<T, CallError>, Late> {
+    let answer = tokio::time::timeout(limit, call).await;
+    let answer = answer.map_err(|_| Late(limit))?;
+    Ok(answer
+        .map(tonic::Response::into_inner)
+        .map_err(CallError::from))
 }

@@ -59,7 +59,8 @@ impl Sidecar {
     /// the control plane has forgotten this replica already.
     async fn drain(&mut self, grant: Grant, grace: Duration) -> bool {
         let begun = Instant::now();
-        let pace = grant.interval.min(Duration::from_millis(500));
+        let interval = grant.interval;
+        let pace = interval.min(Duration::from_millis(500));
         // No turn is to come any more.
         let mut closed = false;
         // Beats since that were taken.
@@ -71,7 +72,7 @@ impl Sidecar {
             let mut beat = self.heartbeat(grant.incarnation, WireState::Draining);
             let left = if closed { Duration::ZERO } else { left };
             beat.drain_grace = left.try_into().ok();
-            let in_flight = match self.control.heartbeat(beat).await {
+            let in_flight = match self.control.heartbeat(beat, interval).await {
                 Ok(heard) => {
                     confirmed += u32::from(closed);
                     heard.in_flight

@@ -71,6 +71,9 @@ const SILENT_LOOKS: u32 = 2;
 /// Engines close a connection that is idle for 5 s: with beats further apart a
 /// loss says nothing.
 const KEEPALIVE: Duration = Duration::from_secs(4);
+/// Its own engine is asked at least so often whether it is there: whoever waits for
+/// it to come back should not wait for the sidecar as well.
+const ASK_ENGINE: Duration = Duration::from_secs(1);
 /// An engine that was told to end finishes what it is sent until it has nothing to
 /// do, and is gone then: trajectories move soon. Not at once, since what it says
 /// is taken for so long before it is asked again whether it ends or is only paused.
@@ -227,7 +230,7 @@ impl Sidecar {
                     if self.failures == 0 {
                         tracing::info!(engine = %self.config.engine_url, %trouble, "waiting for the engine");
                     }
-                    if self.pause(self.backoff(), shutdown).await {
+                    if self.pause(self.backoff().min(ASK_ENGINE), shutdown).await {
                         return Event::Shutdown;
                     }
                     self.failures = self.failures.saturating_add(1);
@@ -287,9 +290,8 @@ impl Sidecar {
                 }
                 // A dead engine is not registered.
                 Found::Trouble(trouble) if trouble.is_gone() => {
-                    return self
-                        .failed(self.backoff(), shutdown, Event::RegisterFailed)
-                        .await;
+                    let wait = self.backoff().min(ASK_ENGINE);
+                    return self.failed(wait, shutdown, Event::RegisterFailed).await;
                 }
                 // Slow or strange: the control plane shall know it, and hear in
                 // the beats that it is unwell.
@@ -366,7 +368,7 @@ impl Sidecar {
                 Err(event) => return event,
             };
             let beat = self.heartbeat(grant.incarnation, state);
-            match self.control.heartbeat(beat).await {
+            match self.control.heartbeat(beat, grant.interval).await {
                 Ok(heard) => {
                     self.failures = 0;
                     self.follow(heard.directive);
