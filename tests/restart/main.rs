@@ -14,6 +14,7 @@
 
 #[path = "../support/process.rs"]
 mod process;
+#[path = "../support/trainer.rs"]
 mod trainer;
 
 use std::time::Duration;
