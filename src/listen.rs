@@ -40,9 +40,7 @@ const CONNECTION_WINDOW: u32 = 16 << 20;
 const MAX_HEADER_LIST: u32 = 16 << 10;
 const KEEPALIVE: Duration = Duration::from_secs(30);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Streams that a client reset before they were looked at, and resets of our own
-/// that it may provoke: more end the connection (rapid reset).
-const MAX_PENDING_RESETS: usize = 20;
+/// Resets of our own that a client may provoke: more end the connection.
 const MAX_LOCAL_RESETS: usize = 1024;
 /// What every HTTP/2 client says first (RFC 9113, 3.4).
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -158,7 +156,11 @@ where
         .max_header_list_size(MAX_HEADER_LIST)
         .keep_alive_interval(KEEPALIVE)
         .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-        .max_pending_accept_reset_streams(MAX_PENDING_RESETS)
+        // Streams that were reset before they were looked at: more end the connection
+        // (rapid reset), and with it every other call on the channel. As many as may
+        // be open may be given up at once: a trainer does that to a whole batch, and
+        // all clients do after a stall of ours.
+        .max_pending_accept_reset_streams(usize::try_from(limits.max_streams).ok())
         .max_local_error_reset_streams(MAX_LOCAL_RESETS)
         .serve_connection(TokioIo::new(io), service)
 }

@@ -68,12 +68,13 @@ impl Engine {
         ready
     }
 
-    /// As `kill -9` does. Returns when it was gone.
+    /// As `kill -9` does, until it is gone. Returns when it was told.
     pub(crate) async fn kill(&mut self) -> SystemTime {
         let mut process = self.process.take().unwrap();
+        let at = SystemTime::now();
         process.signal("-KILL");
         process.ended().await;
-        SystemTime::now()
+        at
     }
 
     /// All that it remembers of what it was asked.

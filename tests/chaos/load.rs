@@ -2,9 +2,9 @@
 //! happens.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use tokio::task::JoinHandle;
@@ -83,11 +83,11 @@ impl Load {
         })
         .await;
         // Each of them, not only all together.
-        let now = std::time::SystemTime::now();
+        let now = SystemTime::now();
         eventually("every trainer's turn is answered", async || {
             let log = self.log.lock().unwrap();
             let lately = log.iter().rev().take_while(|turn| turn.ended >= now);
-            let keys: std::collections::BTreeSet<_> = lately.map(|turn| &turn.key).collect();
+            let keys: BTreeSet<_> = lately.map(|turn| &turn.key).collect();
             keys.len() >= self.shape.trainers
         })
         .await;
@@ -99,8 +99,7 @@ impl Load {
         for task in self.tasks {
             task.await.unwrap();
         }
-        let turns = self.log.lock().unwrap().clone();
-        turns
+        self.log.lock().unwrap().clone()
     }
 }
 

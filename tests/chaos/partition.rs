@@ -1,10 +1,7 @@
 //! A partition between one sidecar and the control plane, while its engine goes on
 //! to serve: the lease is what may suffer, never a turn.
 
-use std::{
-    collections::BTreeSet,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, time::Duration};
 
 use berth::{
     engine::sim::{SimConfig, SimEngine, SimHandle},
@@ -13,6 +10,7 @@ use berth::{
         sampling_service_client::SamplingServiceClient,
     },
 };
+use tokio::time::Instant;
 use tonic::transport::Channel;
 
 use crate::{

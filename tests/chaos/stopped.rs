@@ -1,9 +1,17 @@
 //! A control plane that does not run for far longer than a lease: its own stall is
 //! nobody else's fault.
 
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
-use berth::engine::sim::{SimConfig, SimEngine};
+use berth::{
+    engine::sim::{SimConfig, SimEngine},
+    proto::{
+        SampleRequest, Sampling, TokenIds, sample_request::Prompt,
+        sampling_service_client::SamplingServiceClient,
+    },
+};
+use futures_util::future::join_all;
+use tokio::time::Instant;
 
 use crate::{
     load::{Load, Shape, detours, moves},
@@ -67,4 +75,41 @@ async fn a_stopped_control_plane_calls_nobody_dead_and_moves_no_trajectory() {
         detours(&turns),
         begun.elapsed()
     );
+}
+
+/// Every call that is given up is a reset, and too many resets that nobody has
+/// looked at end a connection, with all other calls on it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_that_is_given_up_meanwhile_takes_no_other_call_of_its_channel_with_it() {
+    let serve = Serve::start(&[]);
+    let engine = SimEngine::start(SimConfig::instant()).await.unwrap();
+    let _sidecar = sidecar(&serve.url, &engine.url(), "r0");
+    healthy(&serve.url, 1).await;
+    let client = SamplingServiceClient::connect(serve.url.clone())
+        .await
+        .unwrap();
+    let call = async |n: u32, patience: Duration| {
+        let mut request = tonic::Request::new(SampleRequest {
+            prompt: Some(Prompt::TokenIds(TokenIds { ids: vec![n; 8] })),
+            sampling: Some(Sampling {
+                max_tokens: Some(4),
+                ignore_eos: true,
+                ..Sampling::default()
+            }),
+            ..SampleRequest::default()
+        });
+        request.set_timeout(patience);
+        client.clone().sample(request).await
+    };
+    // So that the server's limits are known to the client.
+    call(0, Duration::from_secs(60)).await.unwrap();
+    serve.signal("-STOP");
+    let given_up = async {
+        let batch = (1..400).map(|n| call(n, Duration::from_millis(300)));
+        let failed = join_all(batch).await;
+        assert!(failed.iter().all(Result::is_err));
+        serve.signal("-CONT");
+    };
+    let (kept, ()) = tokio::join!(call(1000, Duration::from_secs(60)), given_up);
+    kept.unwrap();
 }
