@@ -1,109 +1,26 @@
 """What the ablation does not show of a real engine behind Berth: the facts that
-it was registered with, refusals, streams, log probabilities, a replay, and callers
-that leave. Needs grpcio and grpcio-tools, and an engine that nobody else uses.
+it was registered with, refusals, trajectories turn by turn, streams, log
+probabilities, a replay, aborts, new weights, and callers that leave. Needs an engine
+that nobody else uses.
 
-    exercise.py CONTROL_PLANE ENGINE_URL...
+    exercise.py CONTROL_PLANE KIND ENGINE_URL...
 """
 
-import importlib
-import importlib.resources
-import json
 import math
-import pathlib
-import random
 import sys
-import tempfile
 import time
-import urllib.request
 import uuid
 
 import grpc
-from grpc_tools import protoc
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-VOCABULARY = 32_000
-CONTEXT = 32_768
-KV_TOKENS = 32_768
-DEADLINE = 120
+from real import DEADLINE, VOCABULARY, Berth, Trajectory, run_checks, wait_for
+
 # How soon a rank must be idle after its caller has left.
 IDLE_SECONDS = 1.0
 
 
-def compile_protos(out):
-    """The generated modules of proto/berth/v1, by their names."""
-    wellknown = importlib.resources.files("grpc_tools") / "_proto"
-    protos = sorted((ROOT / "proto").glob("berth/v1/*.proto"))
-    code = protoc.main(
-        [
-            "protoc",
-            f"--proto_path={ROOT / 'proto'}",
-            f"--proto_path={wellknown}",
-            f"--python_out={out}",
-            f"--grpc_python_out={out}",
-            *map(str, protos),
-        ]
-    )
-    assert code == 0, "the protos do not compile"
-    sys.path.insert(0, out)
-
-
-def get(url, path):
-    with urllib.request.urlopen(url + path, timeout=10) as reply:
-        return json.load(reply)
-
-
-def post(url, path, body):
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        return reply.read()
-
-
-def running(engine):
-    """Requests that run or wait at the engine, all its ranks together."""
-    loads = get(engine, "/v1/loads?include=core")["loads"]
-    return sum(x["num_running_reqs"] + x["num_waiting_reqs"] for x in loads)
-
-
-def wait_for(condition, what, seconds):
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, f"{what}: not within {seconds} s"
-        time.sleep(0.02)
-    return time.monotonic() - start
-
-
-class Exercise:
-    def __init__(self, channel, engines):
-        self.pb = importlib.import_module("berth.v1.sampling_pb2")
-        self.fleet_pb = importlib.import_module("berth.v1.fleet_pb2")
-        grpc_of = importlib.import_module("berth.v1.sampling_pb2_grpc")
-        fleet_of = importlib.import_module("berth.v1.fleet_pb2_grpc")
-        self.sampling = grpc_of.SamplingServiceStub(channel)
-        self.fleet = fleet_of.FleetServiceStub(channel)
-        self.engines = engines
-        self.random = random.SystemRandom()
-
-    def ids(self, count):
-        # Past the ids that could end a generation.
-        return [self.random.randrange(10, VOCABULARY) for _ in range(count)]
-
-    def request(self, prompt, max_tokens, **fields):
-        return self.pb.SampleRequest(
-            token_ids=self.pb.TokenIds(ids=prompt),
-            sampling=self.pb.Sampling(
-                max_tokens=max_tokens, ignore_eos=True, temperature=0.0
-            ),
-            **fields,
-        )
-
-    def sample(self, *args, **fields):
-        return self.sampling.Sample(self.request(*args, **fields), timeout=DEADLINE)
-
-    def replicas(self):
-        listed = self.fleet.ListReplicas(self.fleet_pb.ListReplicasRequest())
-        return listed.replicas
+class Exercise(Berth):
+    """The checks; each leaves the engines idle."""
 
     def facts(self):
         """A sidecar registers what the engine is."""
@@ -111,26 +28,78 @@ class Exercise:
         assert len(replicas) == len(self.engines)
         for replica in replicas:
             assert replica.health == self.fleet_pb.REPLICA_HEALTH_HEALTHY, replica
-            engine = get(replica.endpoint, "/server_info")
-            assert replica.engine_version == engine["version"]
-            assert replica.model == engine["served_model_name"]
+            self.engine_of(replica.replica_id).facts(replica)
             assert replica.vocab_size == VOCABULARY
-            assert replica.context_length == CONTEXT
-            assert replica.page_size == engine["page_size"] == 1
+            assert replica.context_length == self.engine.context
+            assert replica.page_size == self.engine.page
             can = replica.capabilities
             assert not can.tokenizer and not can.structured_output
             assert can.output_logprobs and can.prompt_logprobs
-            assert can.incremental_streaming == engine["incremental_streaming_output"]
             assert [r.rank for r in replica.ranks] == [0, 1]
             for rank in replica.ranks:
-                assert rank.kv_capacity_tokens == KV_TOKENS
                 assert rank.weight_version == "default"
                 assert rank.routable and rank.reported.healthy
             print(
-                f"  {replica.replica_id}: SGLang {replica.engine_version}, 2 ranks of "
-                f"{KV_TOKENS} tokens, incremental {can.incremental_streaming}, "
-                f"seed {can.seed}"
+                f"  {replica.replica_id}: {self.engine.kind} {replica.engine_version}, 2 "
+                f"ranks of {replica.ranks[0].kv_capacity_tokens} tokens, incremental "
+                f"{can.incremental_streaming}, seed {can.seed}"
             )
+
+    def trajectories(self):
+        """Each turn on its trajectory's rank, with the tokens cached as foreseen."""
+        count = 2 * self.ranks()
+        every = [Trajectory(self, 400 + 90 * i) for i in range(count)]
+        for turn in range(4):
+            for trajectory in every:
+                before = trajectory.place
+                counted = self.count(before)
+                reason = trajectory.turn(24)
+                assert reason == ("PINNED" if turn else "NEW_KEY"), trajectory.turns
+                if turn:
+                    assert trajectory.place == before, trajectory.turns
+                self.counted(before, counted, trajectory)
+        used = {t.place for t in every}
+        assert len(used) == self.ranks(), used
+        for trajectory in every:
+            turns = " ".join(
+                f"{cached}/{expected} of {prompt}"
+                for _, _, _, cached, expected, prompt in trajectory.turns
+            )
+            replica, rank = trajectory.place
+            print(f"  {replica}:{rank} cached/foreseen of prompt by turn: {turns}")
+        warm = [t for trajectory in every for t in trajectory.turns[1:]]
+        print(
+            f"  {len(warm)} warm turns on {len(used)} ranks, all on the rank of the "
+            f"turn before by the {self.said_by()}, "
+            f"{sum(t[3] for t in warm)} of {sum(t[4] for t in warm)} tokens foreseen "
+            f"were cached"
+        )
+
+    def said_by(self):
+        if self.engine.tells_rank:
+            return "engine's word in each reply"
+        return "engine's own count of prompt tokens by rank"
+
+    def count(self, place):
+        """What the engine has counted so far, where its replies do not tell."""
+        if self.engine.tells_rank or place is None:
+            return None
+        return self.engine_of(place[0]).prompt_tokens()
+
+    def counted(self, place, before, trajectory):
+        """The turn's prompt must be found at that rank, and at no other."""
+        if before is None:
+            return
+        engine, rank = self.engine_of(place[0]), place[1]
+        prompt = trajectory.turns[-1][5]
+        want = {r: n + (prompt if r == rank else 0) for r, n in before.items()}
+        try:
+            # It counts after it has replied.
+            wait_for(lambda: engine.prompt_tokens() == want, "counts", 5)
+        except AssertionError:
+            raise AssertionError(
+                f"{place}: {before} and {prompt} more became {engine.prompt_tokens()}"
+            ) from None
 
     def refusal(self):
         """An id outside the vocabulary ends an engine: it must not get there."""
@@ -149,9 +118,6 @@ class Exercise:
         turns = self.pb.ROUTING_POLICY_ROUND_ROBIN
         self.round_robin(lambda: self.sample(self.ids(20), 2, routing_policy=turns))
 
-    def ranks(self):
-        return 2 * len(self.engines)
-
     def round_robin(self, call, by_rank=True):
         """Asks until every rank, or every engine, has answered."""
         wanted = self.ranks() if by_rank else len(self.engines)
@@ -159,8 +125,9 @@ class Exercise:
         for _ in range(4 * self.ranks()):
             response = call()
             route = response.samples[0].route
-            assert route.served_rank == route.rank, route
-            assert route.HasField("served_rank"), route
+            if self.engine.tells_rank:
+                assert route.HasField("served_rank"), route
+                assert route.served_rank == route.rank, route
             seen.add((route.replica_id, route.rank if by_rank else None))
             if len(seen) == wanted:
                 return
@@ -281,9 +248,6 @@ class Exercise:
         again = self.sampling.Sample(request, timeout=DEADLINE)
         assert again.replayed and list(again.samples) == list(first.samples)
 
-    def idle(self):
-        return all(running(engine) == 0 for engine in self.engines)
-
     def start_long(self, max_tokens=20_000, **fields):
         """A generation that takes long, and is running."""
         wait_for(self.idle, "the engines are idle", 10)
@@ -313,12 +277,15 @@ class Exercise:
         # With ignore_eos SGLang would not stop at it, and say nothing.
         request = self.request(self.ids(30), 8)
         request.sampling.stop_token_ids.ids.append(77)
+        request.sampling.logit_bias[77] = 100.0
         try:
-            self.sampling.Sample(request, timeout=DEADLINE)
+            response = self.sampling.Sample(request, timeout=DEADLINE)
         except grpc.RpcError as error:
+            assert self.engine.kind == "sglang", error
             assert error.code() == grpc.StatusCode.FAILED_PRECONDITION, error
         else:
-            raise AssertionError("stop_token_ids with ignore_eos was taken")
+            assert self.engine.kind == "vllm", "stop_token_ids with ignore_eos was taken"
+            assert list(response.samples[0].token_ids) == [77]
 
     def cut_short(self, on_abort):
         """A generation of 400 tokens that its engine aborts midway."""
@@ -330,7 +297,7 @@ class Exercise:
         )
         time.sleep(0.5)
         for engine in self.engines:
-            post(engine, "/abort_request", {"rid": "", "abort_all": True})
+            engine.abort_all()
         response = call.result()
         sample = response.samples[0]
         assert len(sample.logprobs) == len(sample.token_ids)
@@ -366,11 +333,7 @@ class Exercise:
 
         def sync(version):
             for engine in self.engines:
-                post(
-                    engine,
-                    "/update_weight_version",
-                    {"new_version": version, "abort_all_requests": False},
-                )
+                engine.set_version(version)
 
         def once():
             call = self.start_long(
@@ -384,9 +347,12 @@ class Exercise:
             assert (one.version, one.start) == ("default", 0)
             assert (two.version, two.end) == ("7", 400)
             assert 0 < one.end == two.start
+            switched.append(one.end)
             return response
 
+        switched = []
         self.round_robin(once)
+        print(f"  of 400 tokens by the old weights, rank by rank: {switched}")
 
     def cancel(self):
         """A caller that leaves: its engine is idle at once."""
@@ -413,15 +379,13 @@ class Exercise:
         )
 
 
-def main(control_plane, engines):
-    with tempfile.TemporaryDirectory() as out:
-        compile_protos(out)
-        with grpc.insecure_channel(control_plane) as channel:
-            exercise = Exercise(channel, engines)
-            failed = []
-            for check in (
+def main(control_plane, kind, engines):
+    with Exercise(control_plane, kind, engines) as exercise:
+        return run_checks(
+            [
                 exercise.facts,
                 exercise.refusal,
+                exercise.trajectories,
                 exercise.stream,
                 exercise.logprobs,
                 exercise.fan_out,
@@ -430,16 +394,9 @@ def main(control_plane, engines):
                 exercise.weight_sync,
                 exercise.cancel,
                 exercise.alive,
-            ):
-                print(f"{check.__name__}: {check.__doc__}")
-                try:
-                    check()
-                except (AssertionError, grpc.RpcError, OSError) as error:
-                    failed.append(check.__name__)
-                    print(f"  FAULT: {type(error).__name__}: {error}")
-            print(f"FAILED: {', '.join(failed)}" if failed else "ok: all of them")
-            return 1 if failed else 0
+            ]
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
