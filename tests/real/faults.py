@@ -16,7 +16,11 @@ import grpc
 
 from real import DEADLINE, Berth, Trajectory, process_of, processes, run_checks, wait_for
 
-GRACE_SECONDS = 6
+GRACE_SECONDS = 10
+# Of a turn that is in flight when something happens.
+LONG = 400
+# A rank that its sidecar calls unwell is given up after a lease.
+LEASE_SECONDS = 12
 # How long a server may take to be out of routing once its process is gone.
 GONE_SECONDS = 20
 # Its beats, the sidecar's look at it, and a machine that has other things to do.
@@ -114,33 +118,33 @@ class Faults(Berth):
         assert len({t.place for t in every}) == 4, self.places(every)
         print(f"  trajectories: {self.places(every)}")
         theirs, others = self.of(every, leaving), self.of(every, staying)
-        calls = self.run_all(every, 300)
+        # One is between its turns.
+        between = theirs[0]
+        calls = self.run_all([t for t in every if t is not between], LONG)
         begun = time.monotonic()
         done = self.operate("drain", leaving, "--grace", f"{GRACE_SECONDS}s")
         assert done.returncode == 0, done.stderr
         print(f"  {done.stdout.strip()}")
         assert self.health(leaving) == "DRAINING"
+        # Until the grace is over it may stay.
+        self.stay([between])
+        within = time.monotonic() - begun
+        assert within < GRACE_SECONDS, "the machine is too slow for this grace"
         new = Trajectory(self, 300)
         assert new.turn() == "NEW_KEY" and new.place[0] == staying, new.turns
         for trajectory, call in calls:
             response = call.result()
-            assert trajectory.took(response, 300) == "PINNED", trajectory.turns
+            assert trajectory.took(response, LONG) == "PINNED", trajectory.turns
             assert len(response.samples[0].route.attempts) == 1
         finished = time.monotonic() - begun
-        early = GRACE_SECONDS - finished
-        stayed = []
-        if early > 2:
-            # Until the grace is over they may stay.
-            stayed = theirs[:1]
-            self.stay(stayed)
         left = self.operate("drain", leaving, "--wait=120s")
         assert left.returncode == 0, left.stderr
         waited = time.monotonic() - begun
         assert waited >= GRACE_SECONDS, "the wait ended before the grace did"
         print(
-            f"  {len(calls)} turns in flight finished, each in one attempt, "
-            f"{finished:.1f} s after the drain began; {len(stayed)} more within the "
-            f"grace of {GRACE_SECONDS} s; `drain --wait` ended after {waited:.1f} s"
+            f"  one more turn there {within:.1f} s after the drain began; the "
+            f"{len(calls)} in flight finished after {finished:.1f} s, each in one "
+            f"attempt; grace {GRACE_SECONDS} s; `drain --wait` ended after {waited:.1f} s"
         )
         self.move(theirs, "DRAINING", [(staying, 0), (staying, 1)])
         self.stay(others)
@@ -165,7 +169,7 @@ class Faults(Berth):
         theirs, others = self.of(every, dying), self.of(every, staying)
         assert len(theirs) == len(others) == 4, self.places(every)
         before = self.counters()
-        calls = self.run_all(every, 300)
+        calls = self.run_all(every, LONG)
         if self.engine.kind == "vllm":
             # One of its engines: the server takes the rest down with it, and ends
             # what ran at the other one in an orderly way, 200 and all.
@@ -182,9 +186,9 @@ class Faults(Berth):
             sample = response.samples[0]
             last[trajectory.key] = sample
             moved = trajectory in theirs
-            reason = trajectory.took(response, 300, cold=moved)
+            reason = trajectory.took(response, LONG, cold=moved)
             attempts = sample.route.attempts
-            assert sum(a.kept_tokens for a in attempts) == 300, attempts
+            assert sum(a.kept_tokens for a in attempts) == LONG, attempts
             assert not attempts[-1].HasField("failure")
             if moved:
                 assert len(attempts) > 1, "it was not running there"
@@ -217,7 +221,7 @@ class Faults(Berth):
         }
         print(
             f"  killed: {what}; {len(theirs)} turns of {len(calls)} ran there, all "
-            f"finished with 300 tokens, the last {slowest:.1f} s after; attempts that "
+            f"finished with {LONG} tokens, the last {slowest:.1f} s after; attempts that "
             f"failed: {failures}; {dying} is {self.health(dying)}: "
             f"{self.replica(dying).health_reason}"
         )
@@ -250,13 +254,29 @@ class Faults(Berth):
         for other in self.replicas():
             if other.replica_id != name and self.health(other.replica_id) == "HEALTHY":
                 homes += [(other.replica_id, 0), (other.replica_id, 1)]
-        self.move(dead, "REPLICA_LOST", homes)
-        self.stay(others)
+        # It may come back: for as long as a lease its keys are served elsewhere and
+        # belong there, then they move.
+        away, detours = dead[0], 0
+        while (reason := away.turn(guest=True)) == "DETOUR":
+            detours += 1
+            assert away.place in homes, away.turns
+            if detours == 1:
+                detour = time.monotonic() - begun
+            waited = time.monotonic() - begun
+            assert waited < out + LEASE_SECONDS + SLACK_SECONDS, "the key does not move"
+            time.sleep(1)
+        assert detours and reason == "REPLICA_LOST", away.turns
+        assert away.place in homes, away.turns
+        self.stay([away])
+        self.move(dead[1:], "REPLICA_LOST", homes)
         moved = time.monotonic() - begun
+        self.stay(others)
         print(
             f"  rank 1's scheduler killed: /ready stays 200; out of routing after "
-            f"{out:.1f} s (frozen-after {self.frozen_after:g} s); {len(dead)} "
-            f"trajectories moved, {len(others)} stayed, {moved:.1f} s after"
+            f"{out:.1f} s (frozen-after {self.frozen_after:g} s), before anything was "
+            f"sent there; a turn elsewhere after {detour:.1f} s, {detours} such in all; its "
+            f"{len(dead)} trajectories moved within {moved:.1f} s; the {len(others)} of "
+            f"rank 0 stayed"
         )
         os.kill(process_of(group, r"sglang::scheduler_DP0"), signal.SIGKILL)
         begun = time.monotonic()

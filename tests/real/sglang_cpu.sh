@@ -28,7 +28,7 @@ mkdir -p "$SGLANG_ENV"
 kind=sglang
 ready_path=/ready
 # A step of prefill takes long where the cores are shared.
-FROZEN_AFTER=8
+FROZEN_AFTER=10
 sidecar_options=(--frozen-after "${FROZEN_AFTER}s")
 
 install_engine() {
