@@ -216,6 +216,8 @@ pub enum RoutingPolicy {
     RoundRobin,
     /// Least in flight.
     LeastLoaded,
+    /// Where the longest beginning of the prompt was seen, else least in flight.
+    Prefix,
 }
 
 /// The finished samples of one request.
@@ -367,6 +369,7 @@ pub enum RouteReason {
     LeastLoaded,
     Detour,
     Group,
+    Prefix,
 }
 
 /// One try of one sample.

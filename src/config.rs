@@ -17,7 +17,7 @@ use serde::Deserialize;
 use crate::{
     engine::egress::Egress,
     fleet::{FleetConfig, drain::MAX_GRACE, health::HealthConfig, lease::LeaseConfig},
-    routing::RouterConfig,
+    routing::{KvAdmission, MoveConfig, RouterConfig},
     stack::StackConfig,
     store::sled::{Durability, SledOptions},
 };
@@ -135,6 +135,39 @@ pub struct Options {
     /// Trajectories remembered at most. [default: 1000000]
     #[arg(long, env = "BERTH_MAX_PINS", value_name = "N")]
     pub max_pins: Option<usize>,
+
+    /// New trajectories wait while no rank has room: the contexts that live on a rank may fill
+    /// this share of its KV cache, as 1.0. 0: they do not wait. [default: 0]
+    #[arg(long, env = "BERTH_KV_ADMISSION", value_name = "SHARE")]
+    pub kv_admission: Option<f64>,
+
+    /// A new trajectory that has waited for room so long is taken all the same. [default: 2m]
+    #[arg(long, env = "BERTH_KV_ADMISSION_WAIT", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub kv_admission_wait: Option<Duration>,
+
+    /// Trajectories that may move in any minute, in the whole fleet, off ranks whose queue costs
+    /// more than computing their history anew. 0: none moves. [default: 0]
+    #[arg(long, env = "BERTH_MOVES_PER_MINUTE", value_name = "N")]
+    pub moves_per_minute: Option<u32>,
+
+    /// A move must gain so much more than it costs. [default: 3s]
+    #[arg(long, env = "BERTH_MOVE_MARGIN", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub move_margin: Option<Duration>,
+
+    /// Longer trajectories never move, in tokens. [default: 16384]
+    #[arg(long, env = "BERTH_MOVE_MAX_CONTEXT", value_name = "N")]
+    pub move_max_context: Option<u32>,
+
+    /// Requests without a key go where the longest beginning of their prompt was seen. [default:
+    /// false]
+    #[arg(long, env = "BERTH_KEYLESS_PREFIX", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub keyless_prefix: Option<bool>,
+
+    /// Blocks of 256 prompt tokens remembered at most for that. [default: 1000000]
+    #[arg(long, env = "BERTH_MAX_PREFIX_BLOCKS", value_name = "N")]
+    pub max_prefix_blocks: Option<usize>,
 
     /// Deadline of a call that brings none. [default: 10m]
     #[arg(long, env = "BERTH_DEFAULT_DEADLINE", value_name = "TIME", value_parser = time)]
@@ -265,6 +298,13 @@ impl Options {
             load_factor: self.load_factor.or(other.load_factor),
             pin_ttl: self.pin_ttl.or(other.pin_ttl),
             max_pins: self.max_pins.or(other.max_pins),
+            kv_admission: self.kv_admission.or(other.kv_admission),
+            kv_admission_wait: self.kv_admission_wait.or(other.kv_admission_wait),
+            moves_per_minute: self.moves_per_minute.or(other.moves_per_minute),
+            move_margin: self.move_margin.or(other.move_margin),
+            move_max_context: self.move_max_context.or(other.move_max_context),
+            keyless_prefix: self.keyless_prefix.or(other.keyless_prefix),
+            max_prefix_blocks: self.max_prefix_blocks.or(other.max_prefix_blocks),
             default_deadline: self.default_deadline.or(other.default_deadline),
             grace: self.grace.or(other.grace),
             max_attempts: self.max_attempts.or(other.max_attempts),
@@ -422,7 +462,34 @@ impl Config {
                 load_factor: options.load_factor.unwrap_or(default.router.load_factor),
                 pin_ttl: options.pin_ttl.unwrap_or(default.router.pin_ttl),
                 max_pins: options.max_pins.unwrap_or(default.router.max_pins),
-                keep_changes: default.router.keep_changes,
+                kv_admission: options
+                    .kv_admission
+                    .filter(|share| *share != 0.0)
+                    .map(|share| KvAdmission {
+                        share,
+                        wait: options
+                            .kv_admission_wait
+                            .unwrap_or(KvAdmission::default().wait),
+                    }),
+                moves: options
+                    .moves_per_minute
+                    .filter(|most| *most > 0)
+                    .map(|per_minute| {
+                        let default = MoveConfig::default();
+                        MoveConfig {
+                            per_minute,
+                            margin: options.move_margin.unwrap_or(default.margin),
+                            max_context: options.move_max_context.unwrap_or(default.max_context),
+                            ..default
+                        }
+                    }),
+                keyless_prefix: options
+                    .keyless_prefix
+                    .unwrap_or(default.router.keyless_prefix),
+                max_prefix_blocks: options
+                    .max_prefix_blocks
+                    .unwrap_or(default.router.max_prefix_blocks),
+                ..default.router
             },
             stack: StackConfig {
                 default_deadline: options
@@ -490,6 +557,12 @@ impl Config {
         );
         within("hang-after", self.fleet.health.hang_after, ms(100), DAY);
         within("fence-after", self.fleet.health.fence_after, ms(0), DAY);
+        if let Some(kv) = self.router.kv_admission {
+            within("kv-admission-wait", kv.wait, Duration::ZERO, DAY);
+        }
+        if let Some(moves) = self.router.moves {
+            within("move-margin", moves.margin, Duration::ZERO, DAY);
+        }
         within("pin-ttl", self.router.pin_ttl, ms(1000), 30 * DAY);
         within(
             "default-deadline",
@@ -513,6 +586,22 @@ impl Config {
         check(
             (1..=100_000_000).contains(&self.router.max_pins),
             "max-pins: must be from 1 to 100000000".to_owned(),
+        );
+        check(
+            (1..=100_000_000).contains(&self.router.max_prefix_blocks),
+            "max-prefix-blocks: must be from 1 to 100000000".to_owned(),
+        );
+        check(
+            self.router
+                .kv_admission
+                .is_none_or(|kv| kv.share >= 0.01 && kv.share <= 100.0),
+            "kv-admission: must be 0 or a number from 0.01 to 100".to_owned(),
+        );
+        check(
+            self.router
+                .moves
+                .is_none_or(|moves| moves.per_minute <= 100_000),
+            "moves-per-minute: must be from 0 to 100000".to_owned(),
         );
         check(
             (1..=65_536).contains(&self.fleet.max_replicas),
@@ -596,7 +685,8 @@ mod tests {
     fn all_faults_are_told_at_once() {
         let options: Options = toml::from_str(
             "listen = \"0.0.0.0:7700\"\nload-factor = 0.5\nmax-attempts = 0\ngrace = \"2days\"\n\
-             drain-grace = \"25h\"",
+             drain-grace = \"25h\"\nkv-admission = -1.0\nmoves-per-minute = 200000\n\
+             max-prefix-blocks = 0",
         )
         .unwrap();
         let error = Config::resolve(options).unwrap_err().to_string();
@@ -606,6 +696,9 @@ mod tests {
             "max-attempts",
             "grace",
             "drain-grace",
+            "kv-admission",
+            "moves-per-minute",
+            "max-prefix-blocks",
         ] {
             assert!(error.contains(option), "{option} in {error}");
         }

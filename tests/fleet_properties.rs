@@ -32,7 +32,7 @@ use berth::{
         snapshot::RankSlot,
     },
     ids::{BootId, Incarnation, ReplicaId, Target},
-    routing::{Needs, PinKey, RouteRequest, Router, RouterConfig},
+    routing::{Hints, Needs, PinKey, RouteRequest, Router, RouterConfig},
     store::memory::MemoryStore,
 };
 use proptest::{
@@ -412,6 +412,7 @@ impl World {
                 needs: &needs,
                 policy: RoutingPolicy::Affinity,
                 avoid: &[],
+                hints: Hints::default(),
             },
             Instant::now(),
         );

@@ -165,6 +165,38 @@ fn complaint(ran: &Ran, code: i32) -> &str {
 }
 
 #[tokio::test]
+async fn a_route_is_explained() {
+    let fleet = Fleet::start(Duration::from_millis(1)).await;
+    let shown = fleet.json(&["explain", "t", "--prompt-tokens", "39"]).await;
+    assert_eq!(shown["route"]["reason"], "new_key");
+    let (home, _) = fleet.turn("t", 11).await;
+    assert_eq!(shown["route"]["replica_id"], home, "as was said");
+    let shown = fleet
+        .json(&["explain", "t", "--prompt-tokens", "100"])
+        .await;
+    assert_eq!(shown["route"]["reason"], "pinned");
+    assert_eq!(shown["route"]["expected_cached_tokens"], 49);
+    assert_eq!(shown["candidates"].as_array().unwrap().len(), 2);
+
+    let page = fleet.run(&["explain", "t"]).await;
+    assert_eq!(page.code, 0, "{}", page.err);
+    let lines: Vec<&str> = page.out.lines().collect();
+    assert!(
+        lines[0].starts_with(&format!("{home}/0 (start 1): PINNED")),
+        "{}",
+        page.out
+    );
+    let lives = |line: &&&str| line.ends_with("the key lives here");
+    assert_eq!(lines.iter().filter(lives).count(), 1, "{}", page.out);
+
+    let none = fleet.run(&["explain", "t", "--weights", "other"]).await;
+    assert!(complaint(&none, 4).contains("weights"), "{}", none.err);
+    assert!(none.out.contains("it serves weights"), "{}", none.out);
+    let wrong = fleet.run(&["explain", "t", "--model", "other"]).await;
+    complaint(&wrong, 3);
+}
+
+#[tokio::test]
 async fn the_fleet_is_shown() {
     let fleet = Fleet::start(Duration::from_millis(1)).await;
     let (home, _) = fleet.turn("t", 11).await;

@@ -1,6 +1,7 @@
 //! The tonic services: a message becomes a call of the domain, a result a
 //! message, an error a status. Nothing is decided here.
 
+mod explain;
 pub mod fleet;
 mod lookup;
 mod read;

@@ -190,6 +190,7 @@ fn routing_policy(
         Ok(Wire::Random) => Some(RoutingPolicy::Random),
         Ok(Wire::RoundRobin) => Some(RoutingPolicy::RoundRobin),
         Ok(Wire::LeastLoaded) => Some(RoutingPolicy::LeastLoaded),
+        Ok(Wire::Prefix) => Some(RoutingPolicy::Prefix),
         Err(_) => {
             unknown("routing_policy", message.routing_policy, malformed);
             None

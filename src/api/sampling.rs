@@ -7,7 +7,7 @@ use tower_http::request_id::RequestId;
 use tracing::{Instrument, info, info_span};
 
 use super::{
-    lookup,
+    explain, lookup,
     read::{self, Context},
     stream::{self, EventStream, Form},
     write,
@@ -176,9 +176,12 @@ impl SamplingService for Sampling {
 
     async fn explain_route(
         &self,
-        _request: Request<proto::ExplainRouteRequest>,
+        request: Request<proto::ExplainRouteRequest>,
     ) -> Result<Response<proto::ExplainRouteResponse>, Status> {
-        Err(not_yet("ExplainRoute"))
+        let context = context(&request);
+        let request = request.into_inner().request.unwrap_or_default();
+        let call = read::call(request, context);
+        Ok(Response::new(explain::explain(&self.parts, call)?))
     }
 }
 
@@ -201,13 +204,4 @@ pub(super) fn trajectory(
     }
     let model = stack::resolve::model(&parts.fleet.snapshot(), model)?;
     Ok(PinKey::new(tenant, &model, adapter, &AffinityKey::new(key)))
-}
-
-/// The answer of what is still to come.
-pub(super) fn not_yet(what: &str) -> Status {
-    Error::new(
-        Reason::NotImplemented,
-        format!("{what} is not implemented yet"),
-    )
-    .into()
 }

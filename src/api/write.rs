@@ -166,7 +166,7 @@ fn attempt_failure(failure: AttemptFailure) -> proto::AttemptFailure {
     }
 }
 
-fn route_reason(reason: RouteReason) -> proto::RouteReason {
+pub(super) fn route_reason(reason: RouteReason) -> proto::RouteReason {
     match reason {
         RouteReason::Pinned => proto::RouteReason::Pinned,
         RouteReason::NewKey => proto::RouteReason::NewKey,
@@ -180,6 +180,7 @@ fn route_reason(reason: RouteReason) -> proto::RouteReason {
         RouteReason::LeastLoaded => proto::RouteReason::LeastLoaded,
         RouteReason::Detour => proto::RouteReason::Detour,
         RouteReason::Group => proto::RouteReason::Group,
+        RouteReason::Prefix => proto::RouteReason::Prefix,
     }
 }
 

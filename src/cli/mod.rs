@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod demo;
 pub mod drain;
+pub mod explain;
 mod operator;
 pub mod pin;
 pub mod replica;
@@ -50,6 +51,8 @@ enum Command {
     Resume(resume::Args),
     /// Show where a trajectory lives.
     Pin(pin::Args),
+    /// Show where a request would go now, and why no other rank gets it.
+    Explain(explain::Args),
     /// Show what happened since the control plane's start.
     Stats(stats::Args),
     /// Compare routing policies on a trace, in virtual time.
@@ -75,6 +78,7 @@ impl Cli {
             Command::Drain(args) => drain::run(args).await,
             Command::Resume(args) => resume::run(args).await,
             Command::Pin(args) => pin::run(args).await,
+            Command::Explain(args) => explain::run(args).await,
             Command::Stats(args) => stats::run(args).await,
             Command::Simulate(args) => simulate::run(*args).await,
         }

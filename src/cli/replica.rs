@@ -100,6 +100,8 @@ fn page(r: &Replica) -> String {
         "PIN-TOKENS",
         "KV-USED",
         "KV-TOKENS",
+        "AFFINITY",
+        "FOUND",
     ];
     text.push_str(&table::render(&head, &rows));
     text
@@ -128,6 +130,9 @@ fn row(rank: &FleetRank, draining: bool) -> Vec<String> {
             |t| percent(t.kv_used_tokens, rank.kv_capacity_tokens),
         ),
         rank.kv_capacity_tokens.to_string(),
+        json::affinity(rank).to_owned(),
+        // Of the cached tokens that warm turns should have found.
+        percent(rank.cached_tokens_found, rank.cached_tokens_expected),
     ]
 }
 

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, io::IsTerminal, time::Duration};
 use serde_json::{Value, json};
 
 use super::operator::{self, Connection, Failure, Operator, health, in_flight, seconds, table};
-use crate::proto::{FleetRank, ListReplicasRequest, Replica, WatchFleetRequest};
+use crate::proto::{FleetRank, ListReplicasRequest, RankAffinity, Replica, WatchFleetRequest};
 
 /// Load is shown as new as this.
 const LOAD_INTERVAL: Duration = Duration::from_secs(1);
@@ -127,6 +127,22 @@ fn page<'a>(replicas: impl Iterator<Item = &'a Replica>) -> String {
     let mut text = table::render(&head, &rows);
     text.push_str(&weights(&replicas));
     for replica in &replicas {
+        for rank in &replica.ranks {
+            let what = match rank.affinity() {
+                RankAffinity::IgnoresPins => format!(
+                    "ignores pins: {} samples were served on other ranks",
+                    rank.wrong_rank
+                ),
+                RankAffinity::LosesCache => format!(
+                    "loses its cache: the last warm turns found {}% of what they should",
+                    rank.recent_found_percent()
+                ),
+                RankAffinity::Unspecified | RankAffinity::Holds => continue,
+            };
+            let line = format!("{}/{} {what}", replica.replica_id, rank.rank);
+            text.push_str(&table::plain(&line));
+            text.push('\n');
+        }
         if let Some(drain) = &replica.drain {
             let left = seconds(drain.grace_left.as_ref());
             text.push_str(&table::plain(&format!(
@@ -280,6 +296,19 @@ mod tests {
             "{text}"
         );
         assert!(text.contains(" 7,8 "), "{text}");
+    }
+
+    #[test]
+    fn a_rank_whose_pins_do_not_hold_is_told() {
+        let mut one = replica("a", &["7", "7", "7"]);
+        one.ranks[1].affinity = RankAffinity::IgnoresPins.into();
+        one.ranks[1].wrong_rank = 9;
+        one.ranks[2].affinity = RankAffinity::LosesCache.into();
+        one.ranks[2].recent_found_percent = Some(12);
+        let text = page([one].iter());
+        let told = "a/1 ignores pins: 9 samples were served on other ranks\n\
+                    a/2 loses its cache: the last warm turns found 12% of what they should\n";
+        assert!(text.ends_with(told), "{text}");
     }
 
     #[test]

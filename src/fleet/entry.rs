@@ -14,6 +14,7 @@ use super::{
     facts::{AdapterFacts, RankFacts, RankReport, ReplicaFacts, ReportedState},
     health::{Cause, Fitness, HealthConfig, RankHealth},
     lease::{Lease, LeaseConfig, Liveness},
+    verified::VerifiedView,
 };
 use crate::{
     ids::{Incarnation, Target},
@@ -80,6 +81,8 @@ pub struct RankStatus {
     pub live_tokens: u64,
     /// Samples sent and not yet answered.
     pub in_flight: u64,
+    /// Whether pins hold there.
+    pub verified: VerifiedView,
     /// The last report.
     pub reported: Option<RankReport>,
     /// Weights, the last word.
@@ -551,6 +554,7 @@ impl Entry {
                 live_pins: load.live_pins(),
                 live_tokens: load.live_tokens(),
                 in_flight: load.in_flight(),
+                verified: load.verified().view(),
                 reported: self.reports.get(&facts.rank).cloned(),
                 weight_version: self.weights_of(facts.rank),
                 routable: health != Health::Dead && self.rank_state(facts.rank) == RankState::Open,

@@ -20,6 +20,7 @@ pub(crate) mod probe;
 pub mod restart;
 pub mod signs;
 pub mod snapshot;
+pub mod verified;
 
 use std::{
     collections::{BTreeMap, VecDeque},

@@ -12,10 +12,11 @@ use std::{
 use super::{
     facts::{AdapterFacts, RankFacts, ReplicaFacts},
     signs::Watch,
+    verified::Verified,
 };
 use crate::{
     ids::{Incarnation, Target},
-    routing::ring::Ring,
+    routing::{moves::Queue, ring::Ring},
 };
 
 /// A rank of one incarnation, by a number that is never used again: what a pin
@@ -49,10 +50,22 @@ pub struct RankLoad {
     in_flight: AtomicU64,
     live_pins: AtomicU64,
     live_tokens: AtomicU64,
+    queue: Arc<Queue>,
+    verified: Verified,
     watch: Arc<Watch>,
 }
 
 impl RankLoad {
+    /// What prompts in flight have still to compute.
+    pub fn queue(&self) -> &Arc<Queue> {
+        &self.queue
+    }
+
+    /// Whether it serves whom it is asked to, and finds what it should hold.
+    pub fn verified(&self) -> &Verified {
+        &self.verified
+    }
+
     /// Signs of life of what was sent there.
     pub fn watch(&self) -> &Arc<Watch> {
         &self.watch
@@ -68,7 +81,8 @@ impl RankLoad {
         self.live_pins.load(Ordering::Relaxed)
     }
 
-    /// Tokens of those trajectories.
+    /// Tokens of those trajectories: of their histories, or of the prompts that are
+    /// being computed.
     pub fn live_tokens(&self) -> u64 {
         self.live_tokens.load(Ordering::Relaxed)
     }

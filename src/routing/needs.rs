@@ -81,13 +81,16 @@ impl Needs {
     /// What `rank` lacks, permanent lacks first. `None`: it can serve this.
     pub fn lack(&self, rank: &RankView) -> Option<Lack> {
         self.permanent_lack(rank).or_else(|| {
-            self.weights
-                .as_ref()
-                .filter(|w| !w.admits(&rank.weight_version))
-                .map(|_| Lack::Weights {
-                    serves: Arc::clone(&rank.weight_version),
-                })
+            (!self.admits_weights(rank)).then(|| Lack::Weights {
+                serves: Arc::clone(&rank.weight_version),
+            })
         })
+    }
+
+    /// Whether the rank serves weights that may generate this.
+    pub fn admits_weights(&self, rank: &RankView) -> bool {
+        let wanted = self.weights.as_ref();
+        wanted.is_none_or(|w| w.admits(&rank.weight_version))
     }
 
     /// As [`lack`](Self::lack), without what a weight sync changes.

@@ -7,9 +7,12 @@
 //! is bounded: in a full shard a new pin takes the place of the least recently
 //! used of some. Where pins are to survive this process, each shard says which of
 //! them changed since it was last asked.
+//!
+//! A pin costs 80 bytes and its place in an index; with the table's spare room 105
+//! in a full table, and at most 200 (measured by `benches/routing.rs`).
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashSet,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -17,15 +20,13 @@ use std::{
 use tokio::{sync::Notify, time::Instant};
 use xxhash_rust::xxh3::Xxh3;
 
+use super::bounded::{Bounded, Used};
 use crate::{
     fleet::snapshot::{RankLoad, RankSlot},
     ids::{AffinityKey, Tenant},
 };
 
 const SHARDS: usize = 64;
-
-/// Pins looked at for the least recently used one when a shard is full.
-const EVICTION_SAMPLE: usize = 32;
 
 /// A trajectory's name within its tenant, model and adapter, as a hash: keys are
 /// told apart by all four, and the table holds no key in clear.
@@ -35,13 +36,12 @@ pub struct PinKey(pub u128);
 impl PinKey {
     /// Of these four. The same in every process.
     pub fn new(tenant: &Tenant, model: &str, adapter: Option<&str>, key: &AffinityKey) -> Self {
+        Self::of(tenant, model, adapter, key.as_str())
+    }
+
+    pub(super) fn of(tenant: &Tenant, model: &str, adapter: Option<&str>, name: &str) -> Self {
         let mut hasher = Xxh3::new();
-        let parts = [
-            tenant.as_str(),
-            model,
-            adapter.unwrap_or_default(),
-            key.as_str(),
-        ];
+        let parts = [tenant.as_str(), model, adapter.unwrap_or_default(), name];
         for part in parts {
             // Lengths, so that no two sets of parts give one input.
             hasher.update(&(part.len() as u64).to_le_bytes());
@@ -52,25 +52,65 @@ impl PinKey {
     }
 }
 
-/// One pin. 56 bytes with its key; with the table's overhead at full load about 100.
-#[derive(Debug)]
-pub(super) struct Pin {
+/// What a decision sees of a pin.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pinned {
     pub(super) slot: RankSlot,
     /// Tokens of the history whose KV the rank holds by our count.
     pub(super) tokens: u32,
+    /// Names the weights that made that KV; 0 is unknown.
+    pub(super) weights: u32,
+    /// When it moved for the last time, in seconds since the router's start; 0 is
+    /// never.
+    pub(super) moved: u32,
     /// The load of the adapter that made that KV; 0 without one.
     pub(super) adapter: u64,
-    pub(super) last_used: Instant,
+}
+
+/// One pin.
+#[derive(Debug)]
+pub(super) struct Pin {
+    pub(super) at: Pinned,
+    /// Tokens that count on its rank while it is live: of its history, or of the
+    /// prompt that is being computed.
+    counted: u32,
+    last_used: Instant,
     /// Set while it counts as load.
-    pub(super) live: Option<Arc<RankLoad>>,
+    live: Option<Arc<RankLoad>>,
+}
+
+impl Used for Pin {
+    fn used(&self) -> Instant {
+        self.last_used
+    }
 }
 
 impl Pin {
-    /// Used now: counts as load on `load`, its rank's.
-    pub(super) fn touch(&mut self, now: Instant, load: &Arc<RankLoad>) {
+    /// Not live yet.
+    pub(super) fn new(at: Pinned, now: Instant) -> Self {
+        Self {
+            at,
+            counted: at.tokens,
+            last_used: now,
+            live: None,
+        }
+    }
+
+    pub(super) fn last_used(&self) -> Instant {
+        self.last_used
+    }
+
+    pub(super) fn is_live(&self) -> bool {
+        self.live.is_some()
+    }
+
+    /// Used now, for a prompt of so many tokens: counts as load on `load`, its
+    /// rank's.
+    pub(super) fn touch(&mut self, now: Instant, load: &Arc<RankLoad>, prompt: u32) {
         self.last_used = now;
+        self.count(prompt.max(self.at.tokens));
         if self.live.is_none() {
-            load.pin(self.tokens);
+            load.pin(self.counted);
             self.live = Some(Arc::clone(load));
         }
     }
@@ -78,16 +118,26 @@ impl Pin {
     /// No longer counts as load.
     pub(super) fn idle(&mut self) {
         if let Some(load) = self.live.take() {
-            load.unpin(self.tokens);
+            load.unpin(self.counted);
         }
     }
 
-    /// Its history's KV is so long now.
-    pub(super) fn resize(&mut self, tokens: u32) {
-        if let Some(load) = &self.live {
-            load.resize(self.tokens, tokens);
+    /// Its history's KV is so long now. Returns whether it counts for less than
+    /// before.
+    pub(super) fn resize(&mut self, tokens: u32) -> bool {
+        let before = self.counted;
+        self.at.tokens = tokens;
+        self.count(tokens);
+        self.counted < before
+    }
+
+    fn count(&mut self, tokens: u32) {
+        if let Some(load) = &self.live
+            && tokens != self.counted
+        {
+            load.resize(self.counted, tokens);
         }
-        self.tokens = tokens;
+        self.counted = tokens;
     }
 }
 
@@ -113,9 +163,9 @@ pub struct PinView {
 }
 
 /// One part of the table.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Shard {
-    pins: HashMap<PinKey, Pin>,
+    pins: Bounded<PinKey, Pin>,
     /// Bound, grown or gone since they were taken. `None`: nobody asks.
     changed: Option<HashSet<PinKey>>,
     /// Changes that are remembered at most.
@@ -155,7 +205,6 @@ impl Shard {
 #[derive(Debug)]
 pub(super) struct PinTable {
     shards: Box<[Mutex<Shard>]>,
-    shard_capacity: usize,
     /// Told of every new pin, where changes are kept.
     bound: Notify,
 }
@@ -166,13 +215,12 @@ impl PinTable {
     pub(super) fn new(capacity: usize, keep: bool) -> Self {
         let shard_capacity = capacity.div_ceil(SHARDS).max(1);
         let shard = || Shard {
+            pins: Bounded::new(shard_capacity),
             changed: keep.then(HashSet::new),
-            most_changed: 2 * shard_capacity,
-            ..Shard::default()
+            most_changed: shard_capacity,
         };
         Self {
             shards: (0..SHARDS).map(|_| Mutex::new(shard())).collect(),
-            shard_capacity,
             bound: Notify::new(),
         }
     }
@@ -208,18 +256,9 @@ impl PinTable {
 
     /// Puts a pin into its locked shard, in a full one in the place of another.
     pub(super) fn insert(&self, shard: &mut Shard, key: PinKey, pin: Pin) {
-        if shard.pins.len() >= self.shard_capacity && !shard.pins.contains_key(&key) {
-            let oldest = shard
-                .pins
-                .iter()
-                .take(EVICTION_SAMPLE)
-                .min_by_key(|(_, pin)| pin.last_used)
-                .map(|(key, _)| *key);
-            if let Some(oldest) = oldest {
-                shard.remove(oldest);
-            }
+        if let Some(gone) = shard.pins.insert(key, pin) {
+            shard.changed(gone);
         }
-        shard.pins.insert(key, pin);
         if shard.changed.is_some() {
             shard.changed(key);
             self.bound.notify_one();
@@ -229,8 +268,8 @@ impl PinTable {
     /// Puts a pin of an earlier process into the table, where its key has none.
     pub(super) fn restore(&self, key: PinKey, pin: Pin) {
         let mut shard = self.shard(key);
-        if shard.pins.len() < self.shard_capacity {
-            shard.pins.entry(key).or_insert(pin);
+        if !shard.pins.is_full() && shard.pins.get(&key).is_none() {
+            shard.pins.insert(key, pin);
         }
     }
 
@@ -251,7 +290,7 @@ impl PinTable {
         for shard in &self.shards {
             let mut shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
             let mut old = Vec::new();
-            for (key, pin) in &mut shard.pins {
+            for (key, pin) in shard.pins.iter_mut() {
                 let idle = now.saturating_duration_since(pin.last_used);
                 if pin.live.is_some() && idle >= ttl {
                     pin.idle();

@@ -1,8 +1,13 @@
-//! The decision itself.
+//! The decision itself. What a request comes to is planned first, by [`Router::plan`],
+//! which changes nothing; [`Router::route`] then carries the plan out, and
+//! [`Router::explain`](super::explain) shows it.
+
+mod place;
+mod upkeep;
 
 use std::{
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
@@ -11,108 +16,91 @@ use std::{
 use tokio::time::Instant;
 
 use super::{
-    needs::{Lack, Needs},
-    pins::{Pin, PinKey, PinTable, PinView},
+    config::RouterConfig,
+    field::{Field, Measure},
+    groups::Groups,
+    line::Lines,
+    moves::{Budget, MoveConfig, Queued},
+    needs::Lack,
+    pins::{Pin, PinKey, PinTable, Pinned},
+    prefix::Prefixes,
+    request::{Decision, NoRoute, RouteRequest},
 };
 use crate::{
     call::{RouteReason, RoutingPolicy},
-    fleet::snapshot::{LoadTicket, ModelView, RankSlot, RankState, RankView, Snapshot},
+    fleet::snapshot::{ModelView, RankState, RankView, Snapshot},
 };
-
-/// A rank that has the adapter in memory is preferred with up to so much on it,
-/// however idle others are.
-const ADAPTER_QUEUE: u64 = 4;
-
-/// How the router decides.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RouterConfig {
-    /// The choice between balance and agreement for new keys, at least 1. 1: the
-    /// least loaded rank. Greater: the key's home while its load is within this
-    /// factor of the mean (consistent hashing with bounded loads). Infinite:
-    /// plain consistent hashing.
-    pub load_factor: f64,
-    /// A trajectory idle for so long no longer counts as load.
-    pub pin_ttl: Duration,
-    /// Pins kept at most.
-    pub max_pins: usize,
-    /// Changes of pins are remembered for [`Router::changed_pins`].
-    pub keep_changes: bool,
-}
-
-/// A trajectory idle for so long is forgotten: its cache is gone long since.
-pub const HINT_TTL: Duration = Duration::from_secs(24 * 3600);
-
-impl Default for RouterConfig {
-    fn default() -> Self {
-        Self {
-            load_factor: 1.0,
-            // Gaps between turns in real traces: p99 1,914 s.
-            pin_ttl: Duration::from_secs(1800),
-            max_pins: 1_000_000,
-            keep_changes: false,
-        }
-    }
-}
-
-/// What the router is asked.
-#[derive(Clone, Copy, Debug)]
-pub struct RouteRequest<'a> {
-    /// The trajectory, where there is one.
-    pub key: Option<PinKey>,
-    /// A hash of the request's id: breaks ties of requests without a key, and is
-    /// what `random` draws from.
-    pub request: u128,
-    /// What it counts as load.
-    pub samples: u32,
-    /// Its length, where known; bounds what can be expected from the cache.
-    pub prompt_tokens: u32,
-    /// What the rank must be able to do.
-    pub needs: &'a Needs,
-    /// How to choose.
-    pub policy: RoutingPolicy,
-    /// Ranks where this request has just failed: not chosen, and a pin to one of
-    /// them moves.
-    pub avoid: &'a [RankSlot],
-}
-
-/// A rank for a request.
-#[derive(Debug)]
-pub struct Decision {
-    /// The rank.
-    pub slot: RankSlot,
-    /// Why.
-    pub reason: RouteReason,
-    /// Cached tokens that the pin's history lets one expect, rounded down to the
-    /// engine's page.
-    pub expected_cached_tokens: u32,
-    /// The samples count as load until this is dropped.
-    pub ticket: LoadTicket,
-}
-
-/// No rank can take a request now.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NoRoute {
-    /// Nobody serves the model.
-    NoModel,
-    /// No rank that serves it can do what is asked; the distinct lacks.
-    Lacking(Vec<Lack>),
-    /// Some could, but none takes requests now.
-    NoneOpen,
-    /// Some could and are paused: they will take requests again soon.
-    Paused,
-    /// All that could are draining.
-    Draining,
-}
 
 /// The router: the table of pins and the rules.
 #[derive(Debug)]
 pub struct Router {
     config: RouterConfig,
     pins: PinTable,
+    groups: Groups,
+    prefixes: Prefixes,
+    budget: Budget,
+    lines: Arc<Lines>,
     next: AtomicUsize,
+    /// When moves were first looked at.
+    born: OnceLock<Instant>,
     /// Makes choosing by load and counting it one step, so that choices made at
-    /// the same moment see each other. Not taken for a pinned key.
+    /// the same moment see each other. Not taken for a pinned key, and no pin's
+    /// shard is locked while a choice is made.
     placement: Mutex<()>,
+}
+
+/// What a request comes to. Nothing has changed yet.
+pub(super) struct Plan<'f> {
+    pub(super) rank: &'f RankView,
+    pub(super) reason: RouteReason,
+    pub(super) expected: u32,
+    verifiable: bool,
+    act: Act,
+    /// It counts for its group.
+    grouped: bool,
+}
+
+/// What becomes of the key's pin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Act {
+    Nothing,
+    /// It is used.
+    Stay,
+    /// It is bound to this rank.
+    Bind,
+    /// Likewise, off a busy rank.
+    Move,
+}
+
+/// Looks at all ranks of a model, and leaves what it saw in `field`.
+struct Survey<'s, 'f> {
+    fleet: &'f Snapshot,
+    model: &'f ModelView,
+    request: &'s RouteRequest<'s>,
+    field: &'s mut Option<Field<'f>>,
+}
+
+impl<'f> Survey<'_, 'f> {
+    fn by(&mut self, measure: Measure) -> Result<&mut Field<'f>, NoRoute> {
+        let field = Field::survey(self.fleet, self.model, self.request, measure);
+        let none = field.is_empty();
+        let field = self.field.insert(field);
+        if none {
+            return Err(why_none(self.fleet, self.model, self.request));
+        }
+        Ok(field)
+    }
+}
+
+/// Whether a pin's rank takes its key's request.
+enum Home<'f> {
+    Here(Plan<'f>),
+    /// So it does, and the queue there is so long that a move may pay.
+    Busy(Plan<'f>, MoveConfig, Duration),
+    /// Not now, and it will again.
+    Away(RouteReason),
+    /// Never again.
+    Gone(RouteReason),
 }
 
 impl Router {
@@ -120,10 +108,20 @@ impl Router {
     pub fn new(config: RouterConfig) -> Self {
         Self {
             pins: PinTable::new(config.max_pins, config.keep_changes),
+            groups: Groups::default(),
+            prefixes: Prefixes::new(config.max_prefix_blocks),
+            budget: Budget::default(),
+            lines: Arc::default(),
             config,
             next: AtomicUsize::new(0),
+            born: OnceLock::new(),
             placement: Mutex::new(()),
         }
+    }
+
+    /// How it decides.
+    pub fn config(&self) -> &RouterConfig {
+        &self.config
     }
 
     /// Chooses a rank. A choice for a new or moved key is its pin from then on.
@@ -136,375 +134,286 @@ impl Router {
         request: &RouteRequest<'_>,
         now: Instant,
     ) -> Result<Decision, NoRoute> {
-        let model = fleet
-            .models
-            .get(&request.needs.model)
-            .ok_or(NoRoute::NoModel)?;
-        match (request.policy, request.key) {
-            (RoutingPolicy::Affinity, Some(key)) => self.route_key(fleet, model, request, key, now),
-            (RoutingPolicy::Affinity, None) => {
-                self.least_in_flight(fleet, model, request, RouteReason::NoKey)
-            }
-            (RoutingPolicy::LeastLoaded, _) => {
-                self.least_in_flight(fleet, model, request, RouteReason::LeastLoaded)
-            }
-            (RoutingPolicy::Random, _) => {
-                let draw = (request.request % u128::from(u64::MAX)) as usize;
-                Self::nth(fleet, model, request, draw, RouteReason::Random)
-            }
-            (RoutingPolicy::RoundRobin, _) => {
-                let draw = self.next.fetch_add(1, Ordering::Relaxed);
-                Self::nth(fleet, model, request, draw, RouteReason::RoundRobin)
+        let key = pinning(request);
+        if let Some(key) = key {
+            let mut shard = self.pins.shard(key);
+            if let Some(pin) = shard.get_mut(key)
+                && let Home::Here(plan) = self.home(fleet, request, pin.at, now)
+            {
+                pin.touch(now, &plan.rank.load, request.prompt_tokens);
+                return Ok(self.decide(&plan, request));
             }
         }
-    }
-
-    fn route_key(
-        &self,
-        fleet: &Snapshot,
-        model: &ModelView,
-        request: &RouteRequest<'_>,
-        key: PinKey,
-        now: Instant,
-    ) -> Result<Decision, NoRoute> {
-        let mut shard = self.pins.shard(key);
-        let mut reason = RouteReason::NewKey;
-        if let Some(pin) = shard.get_mut(key) {
-            match Self::at_home(fleet, request, pin) {
-                AtHome::Yes(rank) => {
-                    pin.touch(now, &rank.load);
-                    // KV of another load of the adapter is another adapter's.
-                    let same = pin.adapter == rank.adapter_load(request.needs.adapter.as_deref());
-                    let held = if same { pin.tokens } else { 0 };
-                    let expected = expected_cached(held, request.prompt_tokens, rank);
-                    return Ok(Decision {
-                        slot: rank.slot,
-                        reason: RouteReason::Pinned,
-                        expected_cached_tokens: expected,
-                        ticket: rank.load.take(request.samples),
-                    });
-                }
-                AtHome::Away(why) => {
-                    // Its home will take it again: the pin stays where it is.
-                    drop(shard);
-                    return self.least_in_flight(fleet, model, request, why);
-                }
-                AtHome::Gone(why) => reason = why,
-            }
-        }
+        let model = model(fleet, request)?;
         let _one_at_a_time = self
             .placement
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let rank = self.place(fleet, model, request, key)?;
-        let mut pin = Pin {
-            slot: rank.slot,
-            tokens: 0,
-            adapter: rank.adapter_load(request.needs.adapter.as_deref()),
-            last_used: now,
-            live: None,
+        // Again: another turn of this key may have been placed meanwhile.
+        let plan = self.plan(fleet, model, request, self.pinned(key), now, &mut None)?;
+        self.commit(&plan, request, key, now);
+        Ok(self.decide(&plan, request))
+    }
+
+    pub(super) fn pinned(&self, key: Option<PinKey>) -> Option<Pinned> {
+        let key = key?;
+        self.pins.shard(key).get(key).map(|pin| pin.at)
+    }
+
+    /// What the request comes to. `field` is left as the decision saw it, where it
+    /// looked at more than one rank.
+    pub(super) fn plan<'f>(
+        &self,
+        fleet: &'f Snapshot,
+        model: &'f ModelView,
+        request: &RouteRequest<'_>,
+        pinned: Option<Pinned>,
+        now: Instant,
+        field: &mut Option<Field<'f>>,
+    ) -> Result<Plan<'f>, NoRoute> {
+        let mut survey = Survey {
+            fleet,
+            model,
+            request,
+            field,
         };
-        pin.touch(now, &rank.load);
-        self.pins.insert(&mut shard, key, pin);
-        Ok(Decision {
-            slot: rank.slot,
-            reason,
-            expected_cached_tokens: 0,
-            ticket: rank.load.take(request.samples),
-        })
+        match (request.policy, request.key) {
+            (RoutingPolicy::Affinity, Some(key)) => {
+                match pinned.map(|pin| self.home(fleet, request, pin, now)) {
+                    Some(Home::Here(plan)) => Ok(plan),
+                    Some(Home::Busy(stay, moves, wait)) => {
+                        let away = survey.by(Measure::Live).ok().and_then(|field| {
+                            self.better_place(field, request, key, &stay, moves, wait, now)
+                        });
+                        Ok(away.unwrap_or(stay))
+                    }
+                    // Its home will take it again: the pin stays where it is.
+                    Some(Home::Away(why)) => {
+                        self.least_in_flight(survey.by(Measure::InFlight)?, request, why)
+                    }
+                    Some(Home::Gone(why)) => {
+                        self.place(survey.by(Measure::Live)?, request, key, why)
+                    }
+                    None => {
+                        let field = survey.by(Measure::Live)?;
+                        self.admit(field, request)?;
+                        self.place(field, request, key, RouteReason::NewKey)
+                    }
+                }
+            }
+            (RoutingPolicy::Affinity, None) => {
+                let field = survey.by(Measure::InFlight)?;
+                match request.hints.group {
+                    Some(group) => self.place_keyless(field, request, group),
+                    None if self.config.keyless_prefix => self.by_prefix(field, request),
+                    None => self.least_in_flight(field, request, RouteReason::NoKey),
+                }
+            }
+            (RoutingPolicy::Prefix, _) => self.by_prefix(survey.by(Measure::InFlight)?, request),
+            (RoutingPolicy::LeastLoaded, _) => {
+                let field = survey.by(Measure::InFlight)?;
+                self.least_in_flight(field, request, RouteReason::LeastLoaded)
+            }
+            (RoutingPolicy::Random, _) => {
+                let draw = (request.request % u128::from(u64::MAX)) as usize;
+                nth(survey.by(Measure::InFlight)?, draw, RouteReason::Random)
+            }
+            (RoutingPolicy::RoundRobin, _) => {
+                let draw = self.next.load(Ordering::Relaxed);
+                nth(survey.by(Measure::InFlight)?, draw, RouteReason::RoundRobin)
+            }
+        }
     }
 
     /// Whether a pin's rank takes its key's request.
-    fn at_home<'f>(fleet: &'f Snapshot, request: &RouteRequest<'_>, pin: &Pin) -> AtHome<'f> {
+    fn home<'f>(
+        &self,
+        fleet: &'f Snapshot,
+        request: &RouteRequest<'_>,
+        pin: Pinned,
+        now: Instant,
+    ) -> Home<'f> {
         if request.avoid.contains(&pin.slot) {
-            return AtHome::Gone(RouteReason::ReplicaLost);
+            return Home::Gone(RouteReason::ReplicaLost);
         }
         let Some(rank) = fleet.rank(pin.slot) else {
-            return AtHome::Gone(if fleet.departed.contains(&pin.slot) {
+            return Home::Gone(if fleet.departed.contains(&pin.slot) {
                 RouteReason::Draining
             } else {
                 RouteReason::ReplicaLost
             });
         };
         match rank.state {
-            RankState::Drained => AtHome::Gone(RouteReason::Draining),
-            RankState::Ejected(_) => AtHome::Gone(RouteReason::ReplicaLost),
-            RankState::Closed(_) | RankState::Paused => AtHome::Away(RouteReason::Detour),
-            RankState::Open | RankState::PinnedOnly => match request.needs.lack(rank) {
-                None => AtHome::Yes(rank),
-                Some(Lack::Weights { .. }) => AtHome::Away(RouteReason::Weights),
-                Some(_) => AtHome::Away(RouteReason::Detour),
-            },
+            RankState::Drained => return Home::Gone(RouteReason::Draining),
+            RankState::Ejected(_) => return Home::Gone(RouteReason::ReplicaLost),
+            RankState::Closed(_) | RankState::Paused => return Home::Away(RouteReason::Detour),
+            RankState::Open | RankState::PinnedOnly => {}
         }
-    }
-
-    /// The new-key rule: the least loaded rank, or the key's home while it is not
-    /// overloaded; ties by the ring order of the key, never by index.
-    fn place<'f>(
-        &self,
-        fleet: &'f Snapshot,
-        model: &'f ModelView,
-        request: &RouteRequest<'_>,
-        key: PinKey,
-    ) -> Result<&'f RankView, NoRoute> {
-        let load =
-            |rank: &RankView| as_f64(rank.load.live_pins() + rank.load.in_flight()) / rank.weight();
-        let resident = Self::prefers_resident(fleet, model, request);
-        let wanted = |rank: &RankView| !resident || rank.holds(request.needs.adapter.as_deref());
-        let (least, lightest) = Self::lightest(fleet, model, request, load, wanted)?;
-        let bound = if self.config.load_factor > 1.0 {
-            // With the new key counted, as in consistent hashing with bounded
-            // loads: an idle fleet then has room everywhere.
-            let (pins, weight) = Self::eligible(fleet, model, request).fold(
-                (u64::from(request.samples), 0.0),
-                |(pins, weight), rank| {
-                    let here = rank.load.live_pins() + rank.load.in_flight();
-                    (pins + here, weight + rank.weight())
-                },
-            );
-            (self.config.load_factor * as_f64(pins) / weight).max(least)
-        } else {
-            least
+        if request.needs.permanent_lack(rank).is_some() {
+            return Home::Away(RouteReason::Detour);
+        }
+        if !request.needs.admits_weights(rank) {
+            return Home::Away(RouteReason::Weights);
+        }
+        // KV of another load of the adapter is another adapter's.
+        let same = pin.adapter == rank.adapter_load(request.needs.adapter.as_deref());
+        let held = if same { pin.tokens } else { 0 };
+        let plan = Plan {
+            rank,
+            reason: RouteReason::Pinned,
+            expected: expected_cached(held, request.prompt_tokens, rank),
+            verifiable: pin.weights == weights_name(&rank.weight_version),
+            act: Act::Stay,
+            grouped: false,
         };
-        Ok(model
-            .ring
-            .first(key.0, |member| {
-                let rank = &fleet.ranks[model.ranks[member]];
-                Self::takes(rank, request) && wanted(rank) && load(rank) <= bound
-            })
-            .map_or(lightest, |member| &fleet.ranks[model.ranks[member]]))
-    }
-
-    /// The least load and a rank that has it. Pinned requests come and go
-    /// meanwhile, so when the ring is asked the next moment, no rank may be that
-    /// light any more: then this one it is.
-    fn lightest<'f>(
-        fleet: &'f Snapshot,
-        model: &'f ModelView,
-        request: &RouteRequest<'_>,
-        load: impl Fn(&RankView) -> f64,
-        wanted: impl Fn(&RankView) -> bool,
-    ) -> Result<(f64, &'f RankView), NoRoute> {
-        Self::eligible(fleet, model, request)
-            .filter(|rank| wanted(rank))
-            .map(|rank| (load(rank), rank))
-            .min_by(|a, b| a.0.total_cmp(&b.0))
-            .ok_or_else(|| Self::why_none(fleet, model, request))
-    }
-
-    /// Whether only ranks that have the request's adapter in memory are looked at:
-    /// one of them is there, and none of it is so much busier than the others that
-    /// loading the adapter there as well costs less than the queue.
-    fn prefers_resident(fleet: &Snapshot, model: &ModelView, request: &RouteRequest<'_>) -> bool {
-        let Some(adapter) = request.needs.adapter.as_deref() else {
-            return false;
-        };
-        let count = |rank: &RankView| rank.load.live_pins() + rank.load.in_flight();
-        let (mut all, mut ranks, mut lightest) = (u64::from(request.samples), 0, None);
-        for rank in Self::eligible(fleet, model, request) {
-            all += count(rank);
-            ranks += 1;
-            if rank.holds(Some(adapter)) {
-                let least = lightest.unwrap_or(u64::MAX);
-                lightest = Some(least.min(count(rank)));
+        match self.config.moves {
+            Some(moves) if self.may_move(&moves, pin, now) => {
+                let wait = rank.load.queue().length();
+                if wait > moves.margin {
+                    Home::Busy(plan, moves, wait)
+                } else {
+                    Home::Here(plan)
+                }
             }
+            _ => Home::Here(plan),
         }
-        lightest.is_some_and(|load| load <= ADAPTER_QUEUE || load * ranks <= 2 * all)
     }
 
-    /// Least in flight over weight; ties by the ring order of the request's id.
-    fn least_in_flight(
+    fn may_move(&self, moves: &MoveConfig, pin: Pinned, now: Instant) -> bool {
+        let age = u64::from(self.age(now).saturating_sub(pin.moved));
+        pin.tokens <= moves.max_context && (pin.moved == 0 || age >= moves.cooldown.as_secs())
+    }
+
+    /// Seconds since moves were first looked at, from 1.
+    fn age(&self, now: Instant) -> u32 {
+        let born = *self.born.get_or_init(|| now);
+        let age = now.saturating_duration_since(born).as_secs();
+        u32::try_from(age).unwrap_or(u32::MAX - 1) + 1
+    }
+
+    /// Carries out what is planned of pins and groups.
+    fn commit(
         &self,
-        fleet: &Snapshot,
-        model: &ModelView,
+        plan: &Plan<'_>,
         request: &RouteRequest<'_>,
-        reason: RouteReason,
-    ) -> Result<Decision, NoRoute> {
-        let load = |rank: &RankView| as_f64(rank.load.in_flight()) / rank.weight();
-        let _one_at_a_time = self
-            .placement
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let resident = Self::prefers_resident(fleet, model, request);
-        let wanted = |rank: &RankView| !resident || rank.holds(request.needs.adapter.as_deref());
-        let (least, lightest) = Self::lightest(fleet, model, request, load, wanted)?;
-        let rank = model
-            .ring
-            .first(request.request, |member| {
-                let rank = &fleet.ranks[model.ranks[member]];
-                Self::takes(rank, request) && wanted(rank) && load(rank) <= least
-            })
-            .map_or(lightest, |member| &fleet.ranks[model.ranks[member]]);
-        Ok(Self::decide(rank, request, reason))
-    }
-
-    /// The eligible rank number `draw`, counted round.
-    fn nth(
-        fleet: &Snapshot,
-        model: &ModelView,
-        request: &RouteRequest<'_>,
-        draw: usize,
-        reason: RouteReason,
-    ) -> Result<Decision, NoRoute> {
-        let count = Self::eligible(fleet, model, request).count();
-        if count == 0 {
-            return Err(Self::why_none(fleet, model, request));
-        }
-        Self::eligible(fleet, model, request)
-            .nth(draw % count)
-            .map(|rank| Self::decide(rank, request, reason))
-            .ok_or(NoRoute::NoneOpen)
-    }
-
-    fn decide(rank: &RankView, request: &RouteRequest<'_>, reason: RouteReason) -> Decision {
-        Decision {
-            slot: rank.slot,
-            reason,
-            expected_cached_tokens: 0,
-            ticket: rank.load.take(request.samples),
-        }
-    }
-
-    fn eligible<'f>(
-        fleet: &'f Snapshot,
-        model: &'f ModelView,
-        request: &RouteRequest<'_>,
-    ) -> impl Iterator<Item = &'f RankView> {
-        model
-            .ranks
-            .iter()
-            .map(|&i| &fleet.ranks[i])
-            .filter(move |rank| Self::takes(rank, request))
-    }
-
-    fn takes(rank: &RankView, request: &RouteRequest<'_>) -> bool {
-        rank.state == RankState::Open
-            && !request.avoid.contains(&rank.slot)
-            && request.needs.lack(rank).is_none()
-    }
-
-    fn why_none(fleet: &Snapshot, model: &ModelView, request: &RouteRequest<'_>) -> NoRoute {
-        let ranks = || model.ranks.iter().map(|&i| &fleet.ranks[i]);
-        let able = || {
-            let left = ranks().filter(|rank| !request.avoid.contains(&rank.slot));
-            left.filter(|rank| request.needs.lack(rank).is_none())
-        };
-        if able().any(|rank| rank.state == RankState::Paused) {
-            return NoRoute::Paused;
-        }
-        let drains =
-            |rank: &RankView| matches!(rank.state, RankState::PinnedOnly | RankState::Drained);
-        if able().next().is_some() && able().all(drains) {
-            return NoRoute::Draining;
-        }
-        if ranks().any(|rank| request.needs.lack(rank).is_none()) {
-            return NoRoute::NoneOpen;
-        }
-        let mut lacks: Vec<Lack> = ranks()
-            .filter_map(|rank| request.needs.lack(rank))
-            .collect();
-        lacks.sort();
-        lacks.dedup();
-        NoRoute::Lacking(lacks)
-    }
-
-    /// A turn of `key` was answered by the rank in `slot`, which now holds the KV
-    /// of `tokens` tokens of it, made with `adapter`. Without effect when the key is
-    /// pinned elsewhere.
-    pub fn grown(
-        &self,
-        fleet: &Snapshot,
-        key: PinKey,
-        slot: RankSlot,
-        tokens: u32,
-        adapter: Option<&str>,
+        key: Option<PinKey>,
         now: Instant,
     ) {
-        let mut shard = self.pins.shard(key);
-        if let Some(pin) = shard.get_mut(key)
-            && pin.slot == slot
+        if request.policy == RoutingPolicy::RoundRobin {
+            self.next.fetch_add(1, Ordering::Relaxed);
+        }
+        if plan.act == Act::Move
+            && let Some(moves) = &self.config.moves
         {
-            pin.resize(tokens);
-            if let Some(rank) = fleet.rank(slot) {
-                pin.adapter = rank.adapter_load(adapter);
-                pin.touch(now, &rank.load);
+            self.budget.allows(moves.per_minute, now, true);
+        }
+        if plan.grouped
+            && let Some(group) = request.hints.group
+        {
+            self.groups.placed(group.key, plan.rank.slot, now);
+        }
+        let Some(key) = key else { return };
+        let mut shard = self.pins.shard(key);
+        match plan.act {
+            Act::Nothing => {}
+            Act::Stay => {
+                if let Some(pin) = shard.get_mut(key) {
+                    pin.touch(now, &plan.rank.load, request.prompt_tokens);
+                }
             }
-            shard.changed(key);
+            Act::Bind | Act::Move => {
+                let before = shard.get(key).map_or(0, |pin| pin.at.moved);
+                let moved = match plan.act {
+                    Act::Move => self.age(now),
+                    _ => before,
+                };
+                let at = Pinned {
+                    slot: plan.rank.slot,
+                    tokens: 0,
+                    weights: 0,
+                    moved,
+                    adapter: plan.rank.adapter_load(request.needs.adapter.as_deref()),
+                };
+                let mut pin = Pin::new(at, now);
+                pin.touch(now, &plan.rank.load, request.prompt_tokens);
+                self.pins.insert(&mut shard, key, pin);
+            }
         }
     }
 
-    /// The trajectory is over. Returns whether it was pinned.
-    pub fn finish(&self, key: PinKey) -> bool {
-        self.pins.shard(key).remove(key)
-    }
-
-    /// Where `key` lives.
-    pub fn pin(&self, key: PinKey, now: Instant) -> Option<PinView> {
-        self.pins.shard(key).get(key).map(|pin| PinView {
-            slot: pin.slot,
-            tokens: pin.tokens,
-            adapter: pin.adapter,
-            idle: now.saturating_duration_since(pin.last_used),
-            live: pin.live.is_some(),
-        })
-    }
-
-    /// Pins in all.
-    pub fn pins(&self) -> usize {
-        self.pins.len()
-    }
-
-    /// Frees the load of trajectories that are idle. To be called every now and
-    /// then.
-    pub fn sweep(&self, now: Instant) {
-        let ttl = self.config.pin_ttl;
-        self.pins.sweep(now, ttl, HINT_TTL.max(ttl));
-    }
-
-    /// Keys whose pins were bound, have grown or are gone since they were last
-    /// asked for; at most about `most`. Each is told once.
-    pub fn changed_pins(&self, most: usize) -> Vec<PinKey> {
-        self.pins.take_changed(most)
-    }
-
-    /// A change of this pin could not be kept: it is told again.
-    pub fn pin_changed(&self, key: PinKey) {
-        self.pins.shard(key).changed(key);
-    }
-
-    /// Until a key is pinned.
-    pub async fn pin_bound(&self) {
-        self.pins.bound().await;
-    }
-
-    /// A pin of an earlier process, idle since then for `past.idle`. Without effect
-    /// where the key has one by now, or the table is full.
-    pub fn restore(&self, fleet: &Snapshot, key: PinKey, past: PinView, now: Instant) {
-        let Some(last_used) = now.checked_sub(past.idle) else {
-            return;
-        };
-        let mut pin = Pin {
-            slot: past.slot,
-            tokens: past.tokens,
-            adapter: past.adapter,
-            last_used,
-            live: None,
-        };
-        let live = past.live && past.idle < self.config.pin_ttl;
-        if let Some(rank) = fleet.rank(past.slot).filter(|_| live) {
-            pin.touch(last_used, &rank.load);
+    fn decide(&self, plan: &Plan<'_>, request: &RouteRequest<'_>) -> Decision {
+        let load = &plan.rank.load;
+        let queued = self.config.moves.map_or_else(Queued::default, |moves| {
+            let work = moves.cost.rest(plan.expected, request.prompt_tokens);
+            Queued::on(load.queue(), work)
+        });
+        Decision {
+            slot: plan.rank.slot,
+            reason: plan.reason,
+            expected_cached_tokens: plan.expected,
+            verifiable: plan.verifiable && plan.expected > 0,
+            ticket: load.take(request.samples),
+            queued,
         }
-        self.pins.restore(key, pin);
     }
 }
 
-/// Whether a pin's rank takes its key's request.
-enum AtHome<'f> {
-    Yes(&'f RankView),
-    /// Not now, and it will again.
-    Away(RouteReason),
-    /// Never again.
-    Gone(RouteReason),
+impl<'f> Plan<'f> {
+    /// A rank that is expected to hold nothing.
+    fn cold(rank: &'f RankView, reason: RouteReason, act: Act) -> Self {
+        Self {
+            rank,
+            reason,
+            expected: 0,
+            verifiable: false,
+            act,
+            grouped: false,
+        }
+    }
+}
+
+/// The key whose pin is used and remembered.
+pub(super) fn pinning(request: &RouteRequest<'_>) -> Option<PinKey> {
+    let uses = request.policy == RoutingPolicy::Affinity;
+    request.key.filter(|_| uses)
+}
+
+pub(super) fn model<'f>(
+    fleet: &'f Snapshot,
+    request: &RouteRequest<'_>,
+) -> Result<&'f ModelView, NoRoute> {
+    let model = fleet.models.get(&request.needs.model);
+    model.ok_or(NoRoute::NoModel)
+}
+
+/// The eligible rank number `draw`, counted round.
+fn nth<'f>(field: &mut Field<'f>, draw: usize, reason: RouteReason) -> Result<Plan<'f>, NoRoute> {
+    let rank = field.nth(draw).ok_or(NoRoute::NoneOpen)?;
+    Ok(Plan::cold(rank, reason, Act::Nothing))
+}
+
+fn why_none(fleet: &Snapshot, model: &ModelView, request: &RouteRequest<'_>) -> NoRoute {
+    let ranks = || model.ranks.iter().map(|&i| &fleet.ranks[i]);
+    let able = || {
+        let left = ranks().filter(|rank| !request.avoid.contains(&rank.slot));
+        left.filter(|rank| request.needs.lack(rank).is_none())
+    };
+    if able().any(|rank| rank.state == RankState::Paused) {
+        return NoRoute::Paused;
+    }
+    let drains = |rank: &RankView| matches!(rank.state, RankState::PinnedOnly | RankState::Drained);
+    if able().next().is_some() && able().all(drains) {
+        return NoRoute::Draining;
+    }
+    if ranks().any(|rank| request.needs.lack(rank).is_none()) {
+        return NoRoute::NoneOpen;
+    }
+    let mut lacks: Vec<Lack> = ranks()
+        .filter_map(|rank| request.needs.lack(rank))
+        .collect();
+    lacks.sort();
+    lacks.dedup();
+    NoRoute::Lacking(lacks)
 }
 
 /// At most the prompt less one token, which an engine always computes, in whole
@@ -514,9 +423,10 @@ fn expected_cached(pin_tokens: u32, prompt_tokens: u32, rank: &RankView) -> u32 
     tokens - tokens % rank.replica.facts.page_size.max(1)
 }
 
-#[expect(clippy::cast_precision_loss, reason = "counts are below 2^52")]
-fn as_f64(count: u64) -> f64 {
-    count as f64
+/// Tells weights from other weights; never 0.
+fn weights_name(version: &str) -> u32 {
+    let [a, b, c, d, ..] = xxhash_rust::xxh3::xxh3_64(version.as_bytes()).to_le_bytes();
+    u32::from_le_bytes([a, b, c, d]).max(1)
 }
 
 #[cfg(test)]

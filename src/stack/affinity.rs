@@ -4,6 +4,7 @@
 use std::{
     sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use futures_util::future::{BoxFuture, join_all};
@@ -12,6 +13,7 @@ use tower::Service;
 
 use super::{
     Parts, StackConfig,
+    asked::{self, Asked},
     attempts::SampleRun,
     counters::Counters,
     dispatch::AttemptFailed,
@@ -22,7 +24,7 @@ use super::{
     resolve::{ResolvedWork, list},
 };
 use crate::{
-    call::{RouteReason, RoutingPolicy},
+    call::RouteReason,
     engine::Finish,
     error::{Error, Reason},
     fleet::{
@@ -30,7 +32,7 @@ use crate::{
         snapshot::{LoadTicket, RankLoad, RankSlot, RankView, ReplicaView},
     },
     ids::{EngineRequestId, Target},
-    routing::{Lack, NoRoute, PinKey, RouteRequest, Router},
+    routing::{Lack, NoRoute, PinKey, Router, moves::Queued},
     store::FinishedSample,
 };
 
@@ -53,6 +55,8 @@ pub struct RoutedAttempt {
     pub kept: Partial,
     /// When the sample's first attempt began.
     pub started: Instant,
+    /// Its prompt waits to be computed until its first token.
+    pub queued: Queued,
 }
 
 /// A chosen rank.
@@ -149,7 +153,11 @@ pub(super) struct Chosen {
     pub(super) rank: RoutedRank,
     pub(super) reason: RouteReason,
     pub(super) expected_cached_tokens: u32,
+    /// See [`Decision`](crate::routing::Decision).
+    pub(super) verifiable: bool,
     pub(super) ticket: LoadTicket,
+    /// Given away with the attempt.
+    pub(super) queued: Queued,
 }
 
 impl<S> Affinity<S>
@@ -180,7 +188,10 @@ where
                     rank: all.rank.clone(),
                     reason: all.reason,
                     expected_cached_tokens: all.expected_cached_tokens,
+                    verifiable: all.verifiable,
                     ticket: all.ticket.split(1),
+                    // The prompt is computed once.
+                    queued: std::mem::take(&mut all.queued),
                 };
                 SampleRun::new(&self, &resolved, prompt, index).run(first)
             });
@@ -223,6 +234,7 @@ where
         let generation = &resolved.work.generation;
         let wanted = &resolved.work.call.params().weights;
         let for_weights = wanted.wait && wanted.constraint.is_some();
+        let asked = Asked::new(resolved.work.call.call(), &resolved.needs, &self.router);
         let mut changes = self.fleet.changes();
         let mut waits = false;
         loop {
@@ -231,9 +243,15 @@ where
             let mut why = NoRoute::NoneOpen;
             let mut paused = false;
             for avoid in avoid {
-                match self.choose_now(resolved, samples, avoid) {
+                match self.choose_now(&asked, samples, avoid, None) {
                     Ok(chosen) => return Ok(chosen),
                     Err(none) => why = none,
+                }
+                if why == NoRoute::KvFull {
+                    match self.wait_for_room(resolved, &asked, samples, avoid).await? {
+                        Ok(chosen) => return Ok(chosen),
+                        Err(none) => why = none,
+                    }
                 }
                 paused |= why == NoRoute::Paused;
             }
@@ -260,63 +278,93 @@ where
         }
     }
 
-    fn choose_now(
+    /// Waits in line until some rank has room for this new trajectory, as long as
+    /// anybody waits for the generation; after the longest wait it is taken all the
+    /// same. Returns why there is no rank when that is for another reason.
+    async fn wait_for_room(
         &self,
         resolved: &ResolvedWork,
+        asked: &Asked<'_>,
         samples: u32,
         avoid: &[RankSlot],
-    ) -> Result<Chosen, NoRoute> {
-        let call = resolved.work.call.call();
-        let snapshot = self.fleet.snapshot();
-        let request = RouteRequest {
-            key: pin_key(resolved),
-            request: xxhash_rust::xxh3::xxh3_128(call.request_id.as_bytes()),
-            samples,
-            prompt_tokens: prompt_tokens(resolved),
-            needs: &resolved.needs,
-            policy: call.routing_policy.unwrap_or_default(),
-            avoid,
+    ) -> Result<Result<Chosen, NoRoute>, Error> {
+        let generation = &resolved.work.generation;
+        let stopped = generation.stop_token();
+        let longest = self.router.config().kv_admission.unwrap_or_default().wait;
+        let begun = Instant::now();
+        let place = self.router.wait_for_room(&resolved.needs.model);
+        self.counters.waits_for_kv.one();
+        let front = tokio::select! {
+            biased;
+            () = stopped.cancelled() => return Err(generation.stop_reason()),
+            front = place.front() => front,
         };
+        let mut changes = self.fleet.changes();
+        loop {
+            changes.borrow_and_update();
+            let waited = begun.elapsed();
+            match self.choose_now(asked, samples, avoid, Some(waited)) {
+                Err(NoRoute::KvFull) => {}
+                chosen => {
+                    if waited >= longest && chosen.is_ok() {
+                        self.counters.waits_for_kv_in_vain.one();
+                    }
+                    return Ok(chosen);
+                }
+            }
+            tokio::select! {
+                biased;
+                () = stopped.cancelled() => return Err(generation.stop_reason()),
+                () = front.room() => {}
+                // The fleet's end is the generation's, too.
+                _ = changes.changed() => {}
+                () = tokio::time::sleep(longest.saturating_sub(waited)) => {}
+            }
+        }
+    }
+
+    fn choose_now(
+        &self,
+        asked: &Asked<'_>,
+        samples: u32,
+        avoid: &[RankSlot],
+        waited: Option<Duration>,
+    ) -> Result<Chosen, NoRoute> {
+        let snapshot = self.fleet.snapshot();
+        let request = asked.request(samples, avoid, waited);
         let decision = self.router.route(&snapshot, &request, Instant::now())?;
         let view = snapshot.rank(decision.slot).ok_or(NoRoute::NoneOpen)?;
         match decision.reason {
             RouteReason::Draining => self.counters.keys_moved_draining.one(),
             RouteReason::ReplicaLost => self.counters.keys_moved_lost.one(),
+            RouteReason::Overload => self.counters.keys_moved_overload.one(),
             RouteReason::Detour => self.counters.detours.one(),
+            RouteReason::Group => self.counters.placed_by_group.one(),
+            RouteReason::Prefix => self.counters.placed_by_prefix.one(),
             _ => {}
         }
         Ok(Chosen {
             rank: RoutedRank::of(view),
             reason: decision.reason,
             expected_cached_tokens: decision.expected_cached_tokens,
+            verifiable: decision.verifiable,
             ticket: decision.ticket,
+            queued: decision.queued,
         })
     }
 }
 
 /// The trajectory's pin, where the request may use it.
 pub(super) fn pin_key(resolved: &ResolvedWork) -> Option<PinKey> {
-    let call = resolved.work.call.call();
-    if call.routing_policy.unwrap_or_default() != RoutingPolicy::Affinity {
-        return None;
-    }
-    let params = &call.params;
-    params.affinity_key.as_ref().map(|key| {
-        PinKey::new(
-            &call.tenant,
-            &resolved.needs.model,
-            params.adapter.as_deref(),
-            key,
-        )
-    })
+    asked::pin_key(resolved.work.call.call(), &resolved.needs)
 }
 
 pub(super) fn prompt_tokens(resolved: &ResolvedWork) -> u32 {
-    let prompt = resolved.work.call.params().prompt.token_count();
-    u32::try_from(prompt.unwrap_or(0)).unwrap_or(u32::MAX)
+    asked::prompt_tokens(resolved.work.call.call())
 }
 
-fn no_route(why: NoRoute) -> Error {
+/// Why there is no rank, as callers are told.
+pub(crate) fn no_route(why: NoRoute) -> Error {
     let lacks = match why {
         NoRoute::Lacking(lacks) => lacks,
         NoRoute::Draining => {
@@ -324,6 +372,13 @@ fn no_route(why: NoRoute) -> Error {
                 Reason::NoReplica,
                 "every rank that can serve this drains and takes no new trajectories: resume one \
                  (ResumeReplica) or add a replica",
+            );
+        }
+        NoRoute::KvFull => {
+            return Error::new(
+                Reason::NoReplica,
+                "no rank has room for a new trajectory now, or others wait before it \
+                 (kv-admission)",
             );
         }
         NoRoute::NoModel | NoRoute::NoneOpen | NoRoute::Paused => {

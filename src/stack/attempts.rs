@@ -195,6 +195,7 @@ where
                 pin: pin_key(self.resolved),
                 kept,
                 started,
+                queued: std::mem::take(&mut chosen.queued),
             };
             // Suspects one at a time: when an engine dies now, it is known by whom.
             let suspect = self.suspect_turn().await?;

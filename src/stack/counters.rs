@@ -60,6 +60,16 @@ counters! {
     keys_moved_draining,
     /// Keys that moved because their rank was lost, or refused them.
     keys_moved_lost,
+    /// Keys that moved because their rank's queue cost more than their history.
+    keys_moved_overload,
+    /// Choices by a group's rule.
+    placed_by_group,
+    /// Choices by the longest beginning of a prompt that was seen.
+    placed_by_prefix,
+    /// New trajectories that waited for room in some KV cache.
+    waits_for_kv,
+    /// Of those, the ones that were taken without room after the longest wait.
+    waits_for_kv_in_vain,
     /// Choices of another rank than the pinned one that left the pin where it is.
     detours,
     /// Choices that waited because all that could serve were paused.
@@ -68,6 +78,9 @@ counters! {
     samples,
     /// Samples that an engine served on another rank than it was told.
     wrong_rank,
+    /// Warm turns that could be verified and found less than half of what they
+    /// should have.
+    cache_misses,
     /// Cached tokens that pins let one expect.
     cached_tokens_expected,
     /// Cached tokens that engines reported, of all samples.

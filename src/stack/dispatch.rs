@@ -29,6 +29,7 @@ use crate::{
     failpoint::{self, Point},
     fleet::health::HealthConfig,
     ids::EngineRequestId,
+    routing::moves::Queued,
     store::AttemptRecord,
 };
 
@@ -175,15 +176,22 @@ struct Run {
 }
 
 impl Run {
-    async fn run(self) -> Result<AttemptDone, AttemptFailed> {
+    async fn run(mut self) -> Result<AttemptDone, AttemptFailed> {
         let mut tokens = self.attempt.kept.clone();
-        match self.follow(&self.attempt.id, &mut tokens).await {
+        let queued = std::mem::take(&mut self.attempt.queued);
+        match self.follow(&self.attempt.id, queued, &mut tokens).await {
             Ok(finish) => Ok(AttemptDone { tokens, finish }),
             Err(failure) => Err(AttemptFailed { failure, tokens }),
         }
     }
 
-    async fn follow(&self, id: &EngineRequestId, tokens: &mut Partial) -> Result<Finish, Failure> {
+    async fn follow(
+        &self,
+        id: &EngineRequestId,
+        queued: Queued,
+        tokens: &mut Partial,
+    ) -> Result<Finish, Failure> {
+        let mut queued = Some(queued);
         let attempt = &self.attempt;
         let base = tokens.len();
         let request = self.request(id);
@@ -219,6 +227,8 @@ impl Run {
             };
             match event {
                 Some(Ok(EngineEvent::Tokens(chunk))) => {
+                    // The prompt is computed.
+                    drop(queued.take());
                     if std::mem::replace(&mut begun, true) {
                         flight.sign();
                     } else {

@@ -14,6 +14,7 @@
 //! [`RoutedAttempt`]: affinity::RoutedAttempt
 
 pub mod affinity;
+pub(crate) mod asked;
 mod attempts;
 pub mod counters;
 pub mod deadline;

@@ -120,6 +120,15 @@ pub fn resolve(fleet: &Snapshot, call: &SampleCall) -> Result<Needs, Error> {
     Ok(needs)
 }
 
+/// What a rank would have to be able to do for this request, whether any is or not.
+///
+/// # Errors
+/// As [`model`].
+pub fn wanted(fleet: &Snapshot, call: &SampleCall) -> Result<Needs, Error> {
+    let model = model(fleet, call.params.model.as_deref())?;
+    Ok(needs(call, model))
+}
+
 /// The model that is meant.
 ///
 /// # Errors

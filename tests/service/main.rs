@@ -20,6 +20,7 @@ mod engines_that_fail;
 mod fleet;
 mod health;
 mod poison;
+mod policies;
 mod routing;
 mod streams;
 mod vllm;

@@ -6,6 +6,7 @@ use crate::{
         Health, RankStatus, ReplicaStatus,
         drain::DrainStatus,
         facts::{EngineKind, RankReport},
+        verified::Affinity,
     },
     proto,
 };
@@ -92,6 +93,17 @@ fn rank(status: RankStatus) -> proto::FleetRank {
         reported: status.reported.map(report),
         routable: status.routable,
         weight_version,
+        affinity: match status.verified.affinity {
+            Affinity::Unknown => proto::RankAffinity::Unspecified,
+            Affinity::Holds => proto::RankAffinity::Holds,
+            Affinity::IgnoresPins => proto::RankAffinity::IgnoresPins,
+            Affinity::LosesCache => proto::RankAffinity::LosesCache,
+        }
+        .into(),
+        wrong_rank: status.verified.wrong_rank,
+        cached_tokens_expected: status.verified.expected,
+        cached_tokens_found: status.verified.reported,
+        recent_found_percent: status.verified.recent_percent,
     }
 }
 

@@ -284,6 +284,8 @@ fn hashes(replica: &proto::Replica) -> Sent {
     let all = hash(&bare);
     for rank in &mut bare.ranks {
         (rank.live_pins, rank.live_pin_tokens, rank.in_flight) = (0, 0, 0);
+        (rank.cached_tokens_expected, rank.cached_tokens_found) = (0, 0);
+        (rank.wrong_rank, rank.recent_found_percent) = (0, None);
         if let Some(report) = &mut rank.reported {
             (report.running, report.waiting) = (0, 0);
             (report.waiting_uncached_tokens, report.kv_used_tokens) = (0, 0);

@@ -97,7 +97,22 @@ fn rank(r: &proto::FleetRank) -> Value {
         "live_pin_tokens": r.live_pin_tokens,
         "in_flight": r.in_flight,
         "reported": reported,
+        "affinity": affinity(r),
+        "wrong_rank": r.wrong_rank,
+        "cached_tokens_expected": r.cached_tokens_expected,
+        "cached_tokens_found": r.cached_tokens_found,
+        "recent_found_percent": r.recent_found_percent,
     })
+}
+
+/// Whether pins hold there.
+pub(in crate::cli) fn affinity(r: &proto::FleetRank) -> &'static str {
+    match r.affinity() {
+        proto::RankAffinity::Unspecified => "unknown",
+        proto::RankAffinity::Holds => "holds",
+        proto::RankAffinity::IgnoresPins => "ignores_pins",
+        proto::RankAffinity::LosesCache => "loses_cache",
+    }
 }
 
 pub(in crate::cli) fn pin(p: &proto::Pin) -> Value {

@@ -28,7 +28,7 @@ use crate::{
 };
 
 /// A list of a large fleet is larger than what clients decode by default.
-const MAX_RESPONSE_BYTES: usize = 64 << 20;
+pub(super) const MAX_RESPONSE_BYTES: usize = 64 << 20;
 
 /// Where the control plane is.
 #[derive(Clone, Debug, clap::Args)]
@@ -67,6 +67,8 @@ impl Failure {
 /// The control plane's `FleetService`.
 pub(super) struct Operator {
     pub(super) client: FleetServiceClient<Channel>,
+    /// For its other services.
+    pub(super) channel: Channel,
     connection: Connection,
 }
 
@@ -88,9 +90,11 @@ impl Connection {
             .http2_keep_alive_interval(Duration::from_secs(20))
             .keep_alive_timeout(Duration::from_secs(10))
             .keep_alive_while_idle(true);
+        let channel = endpoint.connect_lazy();
         Ok(Operator {
-            client: FleetServiceClient::new(endpoint.connect_lazy())
+            client: FleetServiceClient::new(channel.clone())
                 .max_decoding_message_size(MAX_RESPONSE_BYTES),
+            channel,
             connection: self,
         })
     }

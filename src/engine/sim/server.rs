@@ -285,6 +285,12 @@ impl SimHandle {
         let _ = self.engine.adapters.lock().unload(name);
     }
 
+    /// Empties the caches of all ranks, as an operator might behind everybody's
+    /// back; `false` where one could not be, because requests run there.
+    pub async fn flush(&self) -> bool {
+        self.engine.flush().await
+    }
+
     /// Pauses generation.
     pub async fn pause(&self, mode: PauseMode) {
         self.engine.pause(mode).await;

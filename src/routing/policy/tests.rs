@@ -1,15 +1,21 @@
 //! The rules, one by one, on a fleet made by hand.
 
 mod adapters;
+mod explain;
+mod groups;
+mod kv;
+mod moving;
+mod prefixes;
 
 use std::{collections::HashSet, sync::Arc};
 
 use super::*;
+use crate::routing::{Hints, Needs, Siblings, pins::PinView};
 use crate::{
     call::{LogprobMode, WeightsConstraint},
     fleet::{
         facts::{Accelerator, AdapterFacts, Capabilities, EngineKind, RankFacts, ReplicaFacts},
-        snapshot::{RankLoad, ReplicaView},
+        snapshot::{RankLoad, RankSlot, ReplicaView},
     },
     ids::{BootId, Incarnation, ReplicaId, Target},
 };
@@ -154,6 +160,7 @@ fn request(needs: &Needs, key: Option<u64>) -> RouteRequest<'_> {
         needs,
         policy: RoutingPolicy::Affinity,
         avoid: &[],
+        hints: Hints::default(),
     }
 }
 

@@ -10,7 +10,11 @@ use crate::{
     call::{AttemptReceipt, RouteReceipt, SampleOutput, StopReason, Usage},
     engine::FinishReason,
     error::{Error, Reason},
-    stack::affinity::{AttemptDone, Chosen, pin_key, prompt_tokens},
+    fleet::verified::{Affinity, Answer},
+    stack::{
+        affinity::{AttemptDone, Chosen, pin_key, prompt_tokens},
+        asked,
+    },
     store::FinishedSample,
 };
 
@@ -29,6 +33,35 @@ impl<S> SampleRun<'_, S> {
         counters
             .completion_tokens
             .add(u64::from(usage.completion_tokens));
+    }
+
+    /// Holds an answer against what was asked, and says when the judgement of its
+    /// rank changes.
+    fn verify(&self, chosen: &Chosen, answer: Answer) {
+        if let Some((expected, reported)) = answer.cached
+            && reported < expected / 2
+        {
+            self.layer.counters.cache_misses.one();
+        }
+        let verified = chosen.rank.load.verified();
+        let Some(now) = verified.take(answer) else {
+            return;
+        };
+        let (target, view) = (&chosen.rank.target, verified.view());
+        match now {
+            Affinity::Unknown | Affinity::Holds => tracing::info!(%target, "pins hold here"),
+            Affinity::IgnoresPins => tracing::warn!(
+                %target,
+                wrong_rank = view.wrong_rank,
+                "this rank ignores pins: its engine serves its requests elsewhere"
+            ),
+            Affinity::LosesCache => tracing::warn!(
+                %target,
+                found_percent = view.recent_percent,
+                live_tokens = chosen.rank.load.live_tokens(),
+                "this rank loses its cache: warm turns do not find their history"
+            ),
+        }
     }
 
     pub(super) async fn accept(
@@ -67,14 +100,37 @@ impl<S> SampleRun<'_, S> {
             .last()
             .map(|s| s.version.clone())
             .filter(|version| !version.is_empty());
-        let adapter = self.resolved.work.call.params().adapter.as_deref();
+        let call = self.resolved.work.call.call();
+        let needs = &self.resolved.needs;
+        let adapter = call.params.adapter.as_deref();
         let snapshot = self.layer.fleet.snapshot();
+        let weights_stay = snapshot.rank(chosen.rank.slot).is_some_and(|rank| {
+            let last = last_version.as_deref();
+            last.is_none_or(|last| *last == *rank.weight_version)
+        });
+        self.verify(
+            &chosen,
+            Answer {
+                elsewhere: served_rank.map(|_| wrong_rank),
+                cached: (chosen.verifiable && weights_stay && base == 0 && !wrong_rank)
+                    .then_some((chosen.expected_cached_tokens, finish.usage.cached_tokens)),
+            },
+        );
+        let now = Instant::now();
+        if !wrong_rank && let Some(group) = asked::siblings(call, needs) {
+            let router = &self.layer.router;
+            router.group_answered(group, chosen.rank.slot, now);
+        }
+        if !wrong_rank && asked::by_prefix(call, &self.layer.router) {
+            let blocks = asked::blocks(call, needs, &tokens.tokens);
+            let router = &self.layer.router;
+            router.prefix_seen(&blocks, chosen.rank.slot, now);
+        }
         if let Some(key) = pin_key(self.resolved)
             && !wrong_rank
         {
             // The last token's KV is not computed.
             let held = (prompt + completion).saturating_sub(1);
-            let now = Instant::now();
             self.layer
                 .router
                 .grown(&snapshot, key, chosen.rank.slot, held, adapter, now);
