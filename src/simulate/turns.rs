@@ -21,7 +21,7 @@ use crate::{
     },
     fleet::snapshot::{LoadTicket, RankSlot},
     ids::{AffinityKey, Tenant},
-    routing::{Needs, PinKey, RouteRequest},
+    routing::{Hints, Needs, PinKey, RouteRequest},
 };
 
 /// A request that a rank has.
@@ -113,6 +113,7 @@ impl World<'_> {
             needs: &needs,
             policy: self.policy.routing,
             avoid,
+            hints: Hints::default(),
         };
         let Ok(decision) = self.router.route(self.fleet.snapshot(), &request, now) else {
             live.attempts -= 1;
