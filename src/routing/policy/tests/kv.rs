@@ -1,5 +1,6 @@
 //! The KV cache as the first-order variable: counted, used for placement, and
 //! waited for.
+#![allow(clippy::cast_possible_truncation, reason = "small numbers")]
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
 //! Requests without a key that follow what was seen of their prompt.
+#![allow(clippy::cast_possible_truncation, reason = "small numbers")]
 
 use super::*;
 use crate::{ids::Tenant, routing::prefix};
