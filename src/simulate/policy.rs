@@ -4,7 +4,10 @@
 
 use std::str::FromStr;
 
-use crate::{call::RoutingPolicy, routing::RouterConfig};
+use crate::{
+    call::RoutingPolicy,
+    routing::{KvAdmission, MoveConfig, RouterConfig},
+};
 
 /// A policy by its name.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,7 +34,7 @@ struct Known {
 }
 
 /// All of them, the default first.
-const KNOWN: [Known; 6] = [
+const KNOWN: [Known; 8] = [
     Known {
         name: "affinity",
         about: "sticky, new keys to the least loaded rank, ties by hash",
@@ -52,6 +55,36 @@ const KNOWN: [Known; 6] = [
         routing: RoutingPolicy::Affinity,
         number: None,
         configure: |router, _| router.load_factor = f64::INFINITY,
+    },
+    Known {
+        name: "kv_admission",
+        about: "affinity, and new keys wait while no rank has room for them",
+        routing: RoutingPolicy::Affinity,
+        number: Some(1.0),
+        configure: |router, share| {
+            router.kv_admission = Some(KvAdmission {
+                share,
+                ..KvAdmission::default()
+            });
+        },
+    },
+    Known {
+        name: "moves",
+        about: "affinity, and keys leave a rank whose queue costs more than their history",
+        routing: RoutingPolicy::Affinity,
+        number: Some(60.0),
+        configure: |router, per_minute| {
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "saturates"
+            )]
+            let per_minute = per_minute as u32;
+            router.moves = Some(MoveConfig {
+                per_minute,
+                ..MoveConfig::default()
+            });
+        },
     },
     Known {
         name: "round_robin",

@@ -21,7 +21,7 @@ use crate::{
     },
     fleet::snapshot::{LoadTicket, RankSlot},
     ids::{AffinityKey, Tenant},
-    routing::{Hints, Needs, PinKey, RouteRequest},
+    routing::{Hints, Needs, PinKey, RouteRequest, moves::Queued},
 };
 
 /// A request that a rank has.
@@ -31,6 +31,8 @@ pub(super) struct Placed {
     job: JobId,
     /// Counts as load while it lives.
     _ticket: LoadTicket,
+    /// Its prompt waits to be computed while this lives.
+    queued: Option<Queued>,
 }
 
 /// A session that has begun.
@@ -132,6 +134,7 @@ impl World<'_> {
             slot: decision.slot,
             job,
             _ticket: decision.ticket,
+            queued: Some(decision.queued),
         });
         match before {
             None => self.lanes[lane].begins_trajectory(),
@@ -197,10 +200,13 @@ impl World<'_> {
     /// The pool of all caches sees a turn when its prompt begins to be computed,
     /// as ranks do; one that is lost and sent again is seen once.
     fn started(&mut self, job: JobId) {
-        if let Some(live) = self.sessions.get_mut(session_of(job))
-            && live.pooled.is_none()
-        {
-            live.pooled = Some(self.pool.ask(live.history.text()));
+        if let Some(live) = self.sessions.get_mut(session_of(job)) {
+            if let Some(placed) = live.placed.as_mut().filter(|p| p.job == job) {
+                placed.queued = None;
+            }
+            if live.pooled.is_none() {
+                live.pooled = Some(self.pool.ask(live.history.text()));
+            }
         }
     }
 
@@ -254,7 +260,8 @@ impl World<'_> {
         if matches!(self.setup.arrival, Arrival::Live(_)) {
             self.begin_session();
         }
-        Ok(())
+        // Its KV is free: whoever waits for room may have some now.
+        self.unstrand()
     }
 }
 
