@@ -78,6 +78,8 @@ fn a_trace_from_a_pipe_and_events() {
         "affinity",
         "bounded_hash",
         "hash",
+        "kv_admission",
+        "moves",
         "round_robin",
         "random",
         "least_loaded",
