@@ -170,7 +170,7 @@ impl Router {
         now: Instant,
     ) -> Option<Plan<'f>> {
         let cost = moves.cost.of(stay.expected).saturating_add(moves.margin);
-        let longest = wait.checked_sub(cost)?;
+        let longest = wait.saturating_sub(cost);
         let home = stay.rank.slot;
         let gains = field.narrow(Out::NoGain, |rank, _| {
             rank.slot != home && rank.load.queue().length() < longest
