@@ -88,7 +88,7 @@ def main(path, ranks):
     print(
         f"{'FAILED' if found else 'ok'}: {report['replicas']} servers, {ranks} ranks, "
         f"{with_it['full_hit_turns']} of {with_it['measured_turns']} warm turns cached "
-        f"prompt - 1 with affinity, {without['full_hit_turns']} of "
+        f"all that they could with affinity, {without['full_hit_turns']} of "
         f"{without['measured_turns']} without; hit rate "
         f"{with_it['reusable_prefix_hit_rate']:.1%} against "
         f"{without['reusable_prefix_hit_rate']:.1%}; warm turn "

@@ -319,6 +319,7 @@ def main(address, binary, kind, frozen_after, servers):
         url, _, group = server.rpartition("=")
         groups[url] = int(group)
     with Faults(address, binary, kind, float(frozen_after), groups) as faults:
+        faults.all_here()
         checks = []
         if len(servers) > 1:
             checks += [faults.drain, faults.kill]

@@ -8,6 +8,7 @@
 #   start_engine I PORT CORES  starts server I; CORES is "A|B"
 #   after_ready     once all are ready
 #   sidecar_options an array
+#   min_hit_rate    of the ablation: less than 1 where pages are large
 # shellcheck shell=bash
 # shellcheck disable=SC2154
 set -euo pipefail
@@ -187,7 +188,7 @@ real_main() {
     RUST_BACKTRACE=0 "$BERTH" bench affinity --control-plane "$control_plane" \
       --replicas "${#engines[@]}" --trajectories 4 --turns 4 \
       --initial-prompt-tokens 512 --output-tokens 32 --baseline round_robin \
-      --min-hit-rate 1.0 --out "$OUT" 2>"$OUT/bench.log" || {
+      --min-hit-rate "$min_hit_rate" --out "$OUT" 2>"$OUT/bench.log" || {
       failed=1
       tail -n 5 "$OUT/bench.log"
     }

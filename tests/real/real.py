@@ -245,6 +245,18 @@ class Berth:
         listed = self.fleet.ListReplicas(self.fleet_pb.ListReplicasRequest(), timeout=10)
         return listed.replicas
 
+    def all_here(self):
+        """Waits for the sidecars."""
+
+        def here():
+            replicas = self.replicas()
+            healthy = self.fleet_pb.REPLICA_HEALTH_HEALTHY
+            return len(replicas) == len(self.engines) and all(
+                r.health == healthy for r in replicas
+            )
+
+        wait_for(here, "all replicas are registered", 60)
+
     def replica(self, replica_id):
         asked = self.fleet_pb.GetReplicaRequest(replica_id=replica_id)
         return self.fleet.GetReplica(asked, timeout=10).replica

@@ -29,6 +29,7 @@ kind=sglang
 ready_path=/ready
 # A step of prefill takes long where the cores are shared.
 FROZEN_AFTER=10
+min_hit_rate=1.0
 sidecar_options=(--frozen-after "${FROZEN_AFTER}s")
 
 install_engine() {
