@@ -91,7 +91,7 @@ def main(binary, kind, out, url, options):
                     time.sleep(0.002)
                 took = time.monotonic() - begun
                 again = sorted(once() for _ in range(5))[2]
-                shown = "at once" if registered is None else f"after {registered * 1e3:.0f} ms"
+                shown = "just before" if registered is None else f"after {registered * 1e3:.0f} ms"
                 print(
                     f"  first token {took * 1e3:.0f} ms after the sidecar's start "
                     f"(registered {shown}, {refused} calls refused before); the next "
