@@ -552,15 +552,17 @@ const DEREGISTERED: &str = "it deregistered";
 
 type Slot = (RankSlot, Arc<RankLoad>);
 
-/// Gives new slots to the ranks that have none.
+/// Gives new slots to the ranks of one start that have none.
 fn fill_slots(next: &mut u32, slots: Vec<Option<Slot>>) -> Vec<Slot> {
+    let known = slots.iter().flatten().next();
+    let sibling: Arc<RankLoad> = known.map(|(_, load)| Arc::clone(load)).unwrap_or_default();
     slots
         .into_iter()
         .map(|slot| {
             slot.unwrap_or_else(|| {
                 // Four thousand million starts of ranks: never within one process.
                 *next = next.wrapping_add(1);
-                (RankSlot(*next), Arc::default())
+                (RankSlot(*next), Arc::new(sibling.beside()))
             })
         })
         .collect()

@@ -52,6 +52,8 @@ pub struct RankLoad {
     live_tokens: AtomicU64,
     queue: Arc<Queue>,
     verified: Verified,
+    /// Samples in flight on all ranks of this start.
+    together: Arc<AtomicU64>,
     watch: Arc<Watch>,
 }
 
@@ -64,6 +66,15 @@ impl RankLoad {
     /// Whether it serves whom it is asked to, and finds what it should hold.
     pub fn verified(&self) -> &Verified {
         &self.verified
+    }
+
+    /// Of a further rank of the same start.
+    #[must_use]
+    pub fn beside(&self) -> Self {
+        Self {
+            together: Arc::clone(&self.together),
+            ..Self::default()
+        }
     }
 
     /// Signs of life of what was sent there.
@@ -90,6 +101,8 @@ impl RankLoad {
     /// Counts `samples` as sent until the ticket is dropped.
     pub fn take(self: &Arc<Self>, samples: u32) -> LoadTicket {
         self.in_flight
+            .fetch_add(u64::from(samples), Ordering::Relaxed);
+        self.together
             .fetch_add(u64::from(samples), Ordering::Relaxed);
         LoadTicket {
             load: Arc::clone(self),
@@ -132,9 +145,10 @@ pub struct LoadTicket {
 }
 
 impl LoadTicket {
-    /// Samples in flight on the rank, these included.
-    pub fn in_flight(&self) -> u64 {
-        self.load.in_flight()
+    /// Samples in flight on all ranks of the rank's replica, these included: what
+    /// is lost when it dies.
+    pub fn in_flight_together(&self) -> u64 {
+        self.load.together.load(Ordering::Relaxed)
     }
 
     /// Splits `samples` off into a ticket of their own, so that each can end by
@@ -154,6 +168,9 @@ impl Drop for LoadTicket {
     fn drop(&mut self) {
         self.load
             .in_flight
+            .fetch_sub(self.samples, Ordering::Relaxed);
+        self.load
+            .together
             .fetch_sub(self.samples, Ordering::Relaxed);
     }
 }

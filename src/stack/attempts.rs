@@ -257,11 +257,12 @@ where
         id: &EngineRequestId,
     ) -> Result<(), Error> {
         let rank = &chosen.rank;
+        // Before others that were lost with it are off the count.
+        let crowd = chosen.ticket.in_flight_together();
         match left {
             Left::Unsent => return Ok(()),
             Left::Nothing => {}
             Left::Dead => {
-                let crowd = chosen.ticket.in_flight();
                 let poison = &self.layer.poison;
                 poison.said_dead(&self.prompt, &rank.target, crowd, in_turn);
             }
@@ -274,7 +275,6 @@ where
                     Fenced::Refused | Fenced::Over => {}
                 }
                 if broken && how == Fenced::Refused {
-                    let crowd = chosen.ticket.in_flight();
                     let poison = &self.layer.poison;
                     poison.died(&self.prompt, &rank.target, crowd, in_turn);
                 }

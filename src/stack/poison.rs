@@ -180,7 +180,7 @@ impl Poison {
     }
 
     /// This start of a replica died while it ran the prompt, among `in_flight`
-    /// samples on that rank; `turn` says that it was the prompt's turn.
+    /// samples on its ranks; `turn` says that it was the prompt's turn.
     pub fn died(&self, prompt: &PromptHash, target: &Target, in_flight: u64, turn: bool) {
         let now = Instant::now();
         let mut known = self.lock();

@@ -12,7 +12,9 @@ use berth::{
 use futures_util::future::join_all;
 use tonic::Code;
 
-use crate::cluster::{Cluster, VOCAB, eventually, instant, only, refused, request, route};
+use crate::cluster::{
+    Cluster, VOCAB, eventually, instant, only, refused, request, route, stepping,
+};
 
 /// An id that the engines' vocabulary does not have, though they were registered
 /// as if it had: stands for any prompt that ends an engine.
@@ -112,6 +114,38 @@ async fn the_innocent_beside_it_are_answered() {
             .filter_map(|a| a.failure.map(|_| a.failure()));
         assert!(failed.clone().all(|f| f == AttemptFailure::Lost));
         assert!(failed.count() <= 2);
+    }
+    cluster.stop().await;
+}
+
+/// A crowd is counted on the replica, which dies as a whole: one after the other,
+/// a few on each of many ranks would wait for minutes.
+#[tokio::test]
+async fn few_on_each_rank_are_a_crowd_on_their_replica() {
+    const EACH: usize = 8;
+    let engine = SimConfig {
+        ranks: 4,
+        ..stepping(Duration::from_millis(50))
+    };
+    let cluster = Cluster::start(2, engine).await;
+    let running = |replica: &str| {
+        let history = cluster.engine(replica).history();
+        history.iter().filter(|r| r.ended.is_none()).count()
+    };
+    let prompts: Vec<Vec<u32>> = (1..=64).map(|i| vec![i, i + 1, i + 2]).collect();
+    let all = join_all(prompts.iter().map(|p| cluster.sample(request(p, 120))));
+    let deadly = async {
+        eventually("all run", async || {
+            running("r0") == 4 * EACH && running("r1") == 4 * EACH
+        })
+        .await;
+        cluster.engine("r0").kill().await;
+        // In single file there would be one more at a time.
+        eventually("most run at once", async || running("r1") > 6 * EACH).await;
+    };
+    let (all, ()) = tokio::join!(all, deadly);
+    for response in all {
+        assert_eq!(only(&response.unwrap()).token_ids.len(), 120);
     }
     cluster.stop().await;
 }
