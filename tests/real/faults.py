@@ -46,18 +46,13 @@ class Faults(Berth):
             assert trajectory.turn() == "PINNED", trajectory.turns
         return every
 
-    def in_flight(self, replica_id):
-        return sum(r.in_flight for r in self.replica(replica_id).ranks)
-
-    def run_all(self, every, tokens):
-        """A long turn of each, running at its engine."""
-        calls = [(t, t.begin(tokens, idempotency_key=f"{t.key}/long")) for t in every]
-
-        def running():
-            busy = [sum(engine.busy().values()) for engine in self.living()]
-            return sum(busy) == len(calls)
-
-        wait_for(running, "all turns run", 60)
+    def run_all(self, every, concerned):
+        """A long turn of each; those concerned are running at their engine."""
+        calls = [(t, t.begin(LONG, idempotency_key=f"{t.key}/long")) for t in every]
+        theirs = [call for trajectory, call in calls if trajectory in concerned]
+        wait_for(lambda: all(call.runs.is_set() for call in theirs), "they run", 60)
+        over = sum(call.over.is_set() for call in theirs)
+        assert not over, f"{over} of {len(theirs)} turns are over before all of them run"
         return calls
 
     def living(self):
@@ -120,7 +115,7 @@ class Faults(Berth):
         theirs, others = self.of(every, leaving), self.of(every, staying)
         # One is between its turns.
         between = theirs[0]
-        calls = self.run_all([t for t in every if t is not between], LONG)
+        calls = self.run_all([t for t in every if t is not between], theirs)
         begun = time.monotonic()
         done = self.operate("drain", leaving, "--grace", f"{GRACE_SECONDS}s")
         assert done.returncode == 0, done.stderr
@@ -169,7 +164,7 @@ class Faults(Berth):
         theirs, others = self.of(every, dying), self.of(every, staying)
         assert len(theirs) == len(others) == 4, self.places(every)
         before = self.counters()
-        calls = self.run_all(every, LONG)
+        calls = self.run_all(every, theirs)
         if self.engine.kind == "vllm":
             # One of its engines: the server takes the rest down with it, and ends
             # what ran at the other one in an orderly way, 200 and all.

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 
@@ -340,8 +341,46 @@ class Trajectory:
 
     def begin(self, max_tokens, **fields):
         """A turn in flight; give its result to `took`."""
-        request = self.request(max_tokens, **fields)
-        return self.berth.sampling.Sample.future(request, timeout=DEADLINE)
+        return InFlight(self.berth, self.request(max_tokens, **fields))
+
+
+class InFlight:
+    """A turn that is streamed, read by a thread of its own."""
+
+    def __init__(self, berth, request):
+        # Its engine has begun with it: it has said its first tokens.
+        self.runs = threading.Event()
+        self.over = threading.Event()
+        self.final, self.error = None, None
+        self.events = berth.sampling.SampleStream(request, timeout=DEADLINE)
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        try:
+            tokens = []
+            for event in self.events:
+                kind = event.WhichOneof("event")
+                if kind == "delta":
+                    assert event.delta.offset == len(tokens), "a gap in the stream"
+                    tokens.extend(event.delta.token_ids)
+                    self.runs.set()
+                elif kind == "reset":
+                    del tokens[event.reset.keep :]
+                elif kind == "final":
+                    assert tokens == list(event.final.samples[0].token_ids), "deltas"
+                    self.final = event.final
+        except (AssertionError, grpc.RpcError) as error:
+            self.error = error
+        finally:
+            self.over.set()
+            self.runs.set()
+
+    def result(self):
+        self.over.wait(DEADLINE + 10)
+        if self.error is not None:
+            raise self.error
+        assert self.final is not None, "the stream ended without its final message"
+        return self.final
 
 
 def run_checks(checks):
