@@ -229,15 +229,13 @@ async fn a_wait_for_room_ends_with_the_deadline_or_its_own_bound() {
         .await
         .unwrap();
     let mut hasty = tonic::Request::new(keyed("hasty", &ids(2, 1000), 8));
-    // The client's own timer stays out of it.
-    let header = "300m".parse().unwrap();
-    hasty.metadata_mut().insert("grpc-timeout", header);
-    let late = cluster
-        .client()
-        .sample(hasty)
-        .await
-        .map(tonic::Response::into_inner);
-    refused(late, Code::DeadlineExceeded, "DEADLINE");
+    hasty.set_timeout(Duration::from_millis(300));
+    // The client's own timer may be a moment sooner than the server's.
+    let late = cluster.client().sample(hasty).await.unwrap_err();
+    assert!(
+        [Code::DeadlineExceeded, Code::Cancelled].contains(&late.code()),
+        "{late}"
+    );
     let patient = cluster.sample(keyed("patient", &ids(3, 1000), 8)).await;
     assert!(patient.is_ok(), "late, and not lost");
     assert_eq!(counter(&cluster, "waits_for_kv_in_vain").await, 1);
