@@ -4,8 +4,8 @@
 //! | state | when |
 //! |---|---|
 //! | holds | turns are served here and find what they should |
-//! | ignores pins | [`IN_A_ROW`] answers in a row came from another rank than was asked; over after as many right ones |
-//! | loses its cache | of the last warm turns, some [`WINDOW`], less than [`LOW`] of what they should have found was there; over above [`HIGH`] |
+//! | ignores pins | `IN_A_ROW` answers in a row came from another rank than was asked; over after as many right ones |
+//! | loses its cache | of the last warm turns, some `WINDOW`, less than `LOW` of what they should have found was there; over above `HIGH` |
 //!
 //! Engines that do not name the serving rank can only lose their cache. A trainer
 //! that rewrites histories finds less than is expected, too: that looks the same.

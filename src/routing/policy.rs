@@ -1,6 +1,6 @@
-//! The decision itself. What a request comes to is planned first, by [`Router::plan`],
+//! The decision itself. What a request comes to is planned first, by `Router::plan`,
 //! which changes nothing; [`Router::route`] then carries the plan out, and
-//! [`Router::explain`](super::explain) shows it.
+//! `Router::explain` shows it.
 
 mod place;
 mod upkeep;
