@@ -7,7 +7,8 @@
 //! |---|---|
 //! | a pin | with the attempt that binds it (`store`); without an idempotency key as soon as it is bound |
 //! | a pin's growth | every [`GROWTH`] |
-//! | registrations, drains, condemned prompts | when they change |
+//! | registrations and drains | when they change |
+//! | condemned prompts | every [`GROWTH`] |
 //!
 //! A note that is not there yet costs a cold turn, never a result: nobody waits
 //! for one.
@@ -19,7 +20,7 @@ use std::{
 };
 
 use http::Method;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -133,21 +134,26 @@ impl Keeper {
     /// Notes what changes, until `stop`, and once more then.
     pub async fn keep(self, mut written: Written, stop: CancellationToken) {
         let mut changes = self.fleet.changes();
+        // On a beat of its own, which no number of new pins holds up.
+        let mut ticks = tokio::time::interval(GROWTH);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            let stopped = tokio::select! {
-                () = stop.cancelled() => true,
+            // Pins are bound far more often than anything else changes: to look at
+            // all replicas each time would cost more than the notes.
+            let (pins_only, stopped) = tokio::select! {
+                () = stop.cancelled() => (false, true),
                 () = self.router.pin_bound() => {
                     sleep(TOGETHER).await;
-                    false
+                    (true, false)
                 }
                 changed = changes.changed() => {
                     // Many changes come at once, and nobody waits for this note.
                     sleep(TOGETHER).await;
-                    changed.is_err()
+                    (false, changed.is_err())
                 }
-                () = sleep(GROWTH) => false,
+                _ = ticks.tick() => (false, false),
             };
-            if let Err(error) = self.note(&mut written).await {
+            if let Err(error) = self.note(&mut written, pins_only).await {
                 warn!(%error, "where trajectories live cannot be noted; trying again");
                 if timeout(PAUSE, stop.cancelled()).await.is_ok() {
                     return;
@@ -159,7 +165,7 @@ impl Keeper {
         }
     }
 
-    async fn note(&self, written: &mut Written) -> Result<(), StoreError> {
+    async fn note(&self, written: &mut Written, pins_only: bool) -> Result<(), StoreError> {
         loop {
             let keys = self.router.changed_pins(PIECE);
             let whole = keys.len() < PIECE;
@@ -167,6 +173,9 @@ impl Keeper {
             if whole {
                 break;
             }
+        }
+        if pins_only {
+            return Ok(());
         }
         let mut notes = Vec::new();
         let replicas: HashMap<ReplicaId, ReplicaNote> = self
