@@ -221,12 +221,7 @@ impl State {
         if let Some(Event::Dispatched { attempt, .. }) = &applied.event
             && let Some(pin) = attempt.binds
         {
-            let note = PinNote {
-                target: attempt.target.clone(),
-                tokens: 0,
-                adapter: 0,
-                used_at: SystemTime::now(),
-            };
+            let note = PinNote::bound(attempt.target.clone(), SystemTime::now());
             self.pins.insert(pin, note);
         }
         if applied.event.is_some() {

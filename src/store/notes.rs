@@ -24,6 +24,19 @@ pub struct PinNote {
     pub used_at: SystemTime,
 }
 
+impl PinNote {
+    /// Of a trajectory that an attempt binds to this rank: no turn of it was
+    /// answered there yet.
+    pub fn bound(target: Target, at: SystemTime) -> Self {
+        Self {
+            target,
+            tokens: 0,
+            adapter: 0,
+            used_at: at,
+        }
+    }
+}
+
 /// A replica that was registered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaNote {

@@ -24,7 +24,7 @@ use std::{
     collections::{BTreeMap, HashMap, HashSet},
     fs::File,
     sync::{
-        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, PoisonError, RwLock, RwLockWriteGuard,
         atomic::{AtomicU64, Ordering},
         mpsc::{Receiver, RecvTimeoutError},
     },
@@ -105,17 +105,15 @@ impl Shared {
         self.overlay.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn view<'a>(
-        &'a self,
-        handle: &'a RwLockReadGuard<'_, Option<::sled::Db>>,
-    ) -> Result<View<'a>, Fault> {
-        let db = handle
-            .as_ref()
-            .ok_or_else(|| Fault::Io("the store is closed".into()))?;
-        Ok(View {
-            tree: db,
-            overlay: &self.overlay,
-        })
+    /// Reads from what is durable, whether sled has it yet or not.
+    pub(super) fn read<T>(
+        &self,
+        read: impl FnOnce(&View<'_>) -> Result<T, ::sled::Error>,
+    ) -> Result<T, Fault> {
+        let handle = self.db.read().unwrap_or_else(PoisonError::into_inner);
+        let tree = handle.as_deref().ok_or_else(Fault::closed)?;
+        let overlay = &self.overlay;
+        guarded(|| read(&View { tree, overlay }))
     }
 }
 

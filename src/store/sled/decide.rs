@@ -1,8 +1,6 @@
 //! How each request is decided, and what it adds to the batch. Nothing here
 //! waits for the disk to write.
 
-use std::sync::PoisonError;
-
 use super::{
     super::{
         ClaimRequest, Commit, KeyHash, OwnerId, StoreError,
@@ -12,9 +10,10 @@ use super::{
     clock::to_ms,
     committer::{Active, AnswerTo, Committer, Gathered, Request},
     disk::free_space,
-    fault::{Fault, guarded},
+    fault::Fault,
     frame::{self, Damaged, Kind, MAX_BODY},
     layout::{Class, DueKey, RecordKey},
+    notes::bind,
     open::put_due,
     record::{self, BodyRef, Fold, Lookup, StoredEvent},
     scan::charge,
@@ -23,13 +22,7 @@ use crate::ids::Tenant;
 
 impl Committer {
     pub(super) fn load(&self, key: KeyHash) -> Result<Result<Fold, Damaged>, Fault> {
-        let handle = self
-            .shared
-            .db
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        let view = self.shared.view(&handle)?;
-        guarded(|| record::load(&view, key))
+        self.shared.read(|view| record::load(view, key))
     }
 
     /// Brings a key that the disk knows into memory. False: it is damaged.
@@ -233,20 +226,15 @@ impl Committer {
         if let Event::Dispatched { attempt, .. } = &event
             && let Some(pin) = attempt.binds
         {
-            let note = PinNote {
-                target: attempt.target.clone(),
-                tokens: 0,
-                adapter: 0,
-                used_at: self.options.clock.wall(),
-            };
-            self.bind(pin, &note, gathered)?;
+            let note = PinNote::bound(attempt.target.clone(), self.options.clock.wall());
+            bind(pin, &note, gathered)?;
         }
         let mut inline: &[u8] = &[];
         if let Some(body) = body {
-            let first = self.live.as_ref().map_or(0, |live| live.sequence.next());
-            match BodyRef::plan(body, first).chunks {
-                0 => inline = body,
-                _ => self.put_chunks(key, body, &tenant, gathered)?,
+            if BodyRef::is_inline(body.len()) {
+                inline = body;
+            } else {
+                self.put_chunks(key, body, &tenant, gathered)?;
             }
         }
         let now = self.options.clock.wall();
@@ -296,10 +284,7 @@ impl Committer {
     }
 
     pub(super) fn place(&mut self, hash: KeyHash, class: Class) -> Result<RecordKey, Fault> {
-        let live = self
-            .live
-            .as_mut()
-            .ok_or_else(|| Fault::Io("the store is closed".into()))?;
+        let live = self.live.as_mut().ok_or_else(Fault::closed)?;
         let seq = live.sequence.take();
         Ok(RecordKey { hash, class, seq })
     }

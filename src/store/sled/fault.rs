@@ -34,6 +34,11 @@ pub(super) enum Fault {
 }
 
 impl Fault {
+    /// Nothing is open.
+    pub(super) fn closed() -> Self {
+        Self::Io("the store is closed".into())
+    }
+
     /// Why a sync of the log failed.
     pub(super) fn of_sync(error: io::Error) -> Self {
         match Self::from(error) {

@@ -35,7 +35,7 @@ mod writes;
 use std::{
     path::{Path, PathBuf},
     sync::{
-        Arc, PoisonError,
+        Arc,
         atomic::Ordering,
         mpsc::{self, Sender},
     },
@@ -52,7 +52,7 @@ pub use self::{
 };
 use self::{
     committer::{AnswerTo, Committer, Queued, Request, Shared},
-    fault::guarded,
+    fault::Fault,
     frame::Damaged,
     open::Paths,
     pending::PendingClaim,
@@ -171,11 +171,13 @@ impl SledStore {
         let shared = Arc::clone(&self.shared);
         let read = move || {
             let _reader = reader;
-            let handle = shared.db.read().unwrap_or_else(PoisonError::into_inner);
-            let view = shared.view(&handle).map_err(|_| gone())?;
             let read = bodies.into_iter().map(|(index, body)| {
-                let bytes = guarded(|| record::load_body(&view, key, body))
-                    .map_err(|fault| StoreError::Failed(fault.to_string()))?;
+                let bytes = shared
+                    .read(|view| record::load_body(view, key, body))
+                    .map_err(|fault| match fault {
+                        fault if fault == Fault::closed() => gone(),
+                        fault => StoreError::Failed(fault.to_string()),
+                    })?;
                 Ok(bytes.and_then(|bytes| {
                     let sample = postcard::from_bytes(&bytes).map_err(|_| Damaged)?;
                     Ok((index, sample))

@@ -1,8 +1,6 @@
 //! Notes on disk: each in one value, or, where it is longer, in numbered parts.
 //! They are outside the sequence and no tenant is charged for them.
 
-use std::sync::PoisonError;
-
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -12,7 +10,7 @@ use super::{
     },
     committer::{AnswerTo, Committer, Gathered},
     decide::{hold, unencodable},
-    fault::{Fault, guarded},
+    fault::Fault,
     frame::{self, Damaged, Kind, MAX_BODY},
     layout::{NoteKey, NoteKind},
     record::replica_hash,
@@ -87,26 +85,10 @@ impl Committer {
     }
 
     fn parts_of(&self, key: &NoteKey) -> Result<usize, Fault> {
-        let handle = self
-            .shared
-            .db
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        let view = self.shared.view(&handle)?;
+        let parts = self.shared.read(|view| view.prefix(&key.prefix()))?;
         // At least one: what this very batch holds is not seen here, and to
         // remove what is not there does no harm.
-        guarded(|| view.prefix(&key.prefix())).map(|parts| parts.len().max(1))
-    }
-
-    /// The note of a pin that an attempt binds, in the attempt's own batch.
-    pub(super) fn bind(
-        &self,
-        key: u128,
-        pin: &PinNote,
-        gathered: &mut Gathered,
-    ) -> Result<(), Fault> {
-        let bytes = postcard::to_stdvec(pin).map_err(|_| unencodable(Damaged))?;
-        put_parts(&pin_key(key), &bytes, &mut gathered.writes)
+        Ok(parts.len().max(1))
     }
 
     pub(super) fn recall(
@@ -114,19 +96,15 @@ impl Committer {
         answer: AnswerTo<Recalled>,
         gathered: &mut Gathered,
     ) -> Result<(), Fault> {
-        let handle = self
-            .shared
-            .db
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        let view = self.shared.view(&handle)?;
         let mut recalled = Recalled::default();
         let mut damaged = 0u64;
         for kind in NoteKind::ALL {
             // In pieces, so that a million pins are not in memory twice.
             let mut from = NoteKey::first(kind);
             loop {
-                let piece = guarded(|| view.range(&from, &NoteKey::end(kind), PIECE))?;
+                let piece = self
+                    .shared
+                    .read(|view| view.range(&from, &NoteKey::end(kind), PIECE))?;
                 let last = piece.last().map(|(key, _)| NoteKey::start_of(key));
                 let Some(last) = last.filter(|_| piece.len() == PIECE) else {
                     damaged += add(&mut recalled, kind, &piece);
@@ -151,6 +129,12 @@ impl Committer {
 
 /// Values that are read at once: more than one note has.
 const PIECE: usize = 4096;
+
+/// The note of a pin that an attempt binds, in the attempt's own batch.
+pub(super) fn bind(key: u128, pin: &PinNote, gathered: &mut Gathered) -> Result<(), Fault> {
+    let bytes = postcard::to_stdvec(pin).map_err(|_| unencodable(Damaged))?;
+    put_parts(&pin_key(key), &bytes, &mut gathered.writes)
+}
 
 fn pin_key(key: u128) -> NoteKey {
     NoteKey::new(NoteKind::Pin, key.to_be_bytes().to_vec())

@@ -28,7 +28,7 @@ pub(super) struct BodyRef {
 impl BodyRef {
     /// Where `body` will lie if what holds it takes the numbers from `first_seq`.
     pub(super) fn plan(body: &[u8], first_seq: u64) -> Self {
-        let chunks = if body.len() <= MAX_INLINE {
+        let chunks = if Self::is_inline(body.len()) {
             0
         } else {
             u32::try_from(body.len().div_ceil(MAX_BODY)).unwrap_or(u32::MAX)
@@ -39,6 +39,11 @@ impl BodyRef {
             len: body.len() as u64,
             crc: crc32c::crc32c(body),
         }
+    }
+
+    /// Whether a body of so many bytes lies behind its event.
+    pub(super) fn is_inline(len: usize) -> bool {
+        len <= MAX_INLINE
     }
 
     /// The event behind which it lies, if it does.
@@ -86,10 +91,9 @@ impl StoredEvent {
     }
 
     /// The value that was framed for this place, and what lies behind it.
-    pub(super) fn decode(key: &[u8], value: &[u8]) -> Result<(Self, Vec<u8>), Damaged> {
+    pub(super) fn decode<'a>(key: &[u8], value: &'a [u8]) -> Result<(Self, &'a [u8]), Damaged> {
         let body = frame::decode(Kind::Event, key, value)?;
-        let (stored, inline) = postcard::take_from_bytes(body).map_err(|_| Damaged)?;
-        Ok((stored, inline.to_vec()))
+        postcard::take_from_bytes(body).map_err(|_| Damaged)
     }
 }
 
@@ -187,8 +191,12 @@ pub(super) fn load_body(
         let key = key.encode();
         let value = view.get(&key)?.unwrap_or_default();
         return Ok(StoredEvent::decode(&key, &value).and_then(|(_, inline)| {
-            let whole = inline.len() as u64 == body.len && crc32c::crc32c(&inline) == body.crc;
-            if whole { Ok(inline) } else { Err(Damaged) }
+            let whole = inline.len() as u64 == body.len && crc32c::crc32c(inline) == body.crc;
+            if whole {
+                Ok(inline.to_vec())
+            } else {
+                Err(Damaged)
+            }
         }));
     }
     // The length is covered by a checksum, but it still only sizes a hint.

@@ -1,14 +1,12 @@
 //! Incarnations: which start of a replica has which number. One record per
 //! replica holds its latest starts.
 
-use std::sync::PoisonError;
-
 use super::{
     super::{BOOTS_REMEMBERED, IncarnationGrant, KeyHash, StoreError},
     clock::to_ms,
     committer::{AnswerTo, Committer, Gathered},
     decide::{hold, unencodable},
-    fault::{Fault, guarded},
+    fault::Fault,
     frame::{Damaged, Kind},
     high_water::{HighWater, Mark},
     layout::{Class, RecordKey},
@@ -95,13 +93,7 @@ impl Committer {
         &self,
         hash: KeyHash,
     ) -> Result<Result<Option<(u64, StoredReplica)>, Damaged>, Fault> {
-        let handle = self
-            .shared
-            .db
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        let view = self.shared.view(&handle)?;
-        guarded(|| record::load_replica(&view, hash))
+        self.shared.read(|view| record::load_replica(view, hash))
     }
 
     fn put_replica(

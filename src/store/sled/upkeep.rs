@@ -1,7 +1,5 @@
 //! What the committer does by itself: late syncs, expiry, and opening again.
 
-use std::sync::PoisonError;
-
 use tokio::time::Instant;
 
 use super::{
@@ -9,7 +7,7 @@ use super::{
     clock::to_ms,
     committer::{Active, Committer, Gathered},
     decide::unencodable,
-    fault::{Fault, guarded},
+    fault::Fault,
     frame::Damaged,
     layout::{self, Class, DueKey, RecordKey},
     open::put_due,
@@ -108,17 +106,13 @@ impl Committer {
     }
 
     fn due(&self, now_ms: u64) -> Result<Vec<(Vec<u8>, KeyHash)>, Fault> {
-        let handle = self
-            .shared
-            .db
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        let view = self.shared.view(&handle)?;
         let end = DueKey {
             at_ms: now_ms.saturating_add(1),
             hash: KeyHash([0; 32]),
         };
-        let due = guarded(|| view.range(layout::DUE, &end.encode(), EXPIRE_KEYS))?;
+        let due = self
+            .shared
+            .read(|view| view.range(layout::DUE, &end.encode(), EXPIRE_KEYS))?;
         let places = due
             .into_iter()
             .filter_map(|(key, _)| DueKey::decode(&key).map(|place| (key, place.hash)));
@@ -126,13 +120,7 @@ impl Committer {
     }
 
     fn aged(&self, hash: KeyHash) -> Result<Aged, Fault> {
-        let handle = self
-            .shared
-            .db
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
-        let view = self.shared.view(&handle)?;
-        guarded(|| {
+        self.shared.read(|view| {
             let mut aged = Aged {
                 fold: Fold::default(),
                 records: Vec::new(),

@@ -78,7 +78,8 @@ impl Committer {
 
     fn redo(&mut self) -> Result<&mut Redo, Fault> {
         let live = self.live.as_mut();
-        live.and_then(|live| live.redo.as_mut()).ok_or_else(closed)
+        live.and_then(|live| live.redo.as_mut())
+            .ok_or_else(Fault::closed)
     }
 
     /// Straight into sled, which tells the kernel.
@@ -88,7 +89,7 @@ impl Committer {
             .db
             .read()
             .unwrap_or_else(PoisonError::into_inner);
-        let db = handle.as_ref().ok_or_else(closed)?;
+        let db = handle.as_ref().ok_or_else(Fault::closed)?;
         guarded(|| {
             db.apply_batch(writes.into_batch())?;
             db.flush()?;
@@ -110,7 +111,7 @@ impl Committer {
             .read()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
-            .ok_or_else(closed)?;
+            .ok_or_else(Fault::closed)?;
         self.redo()?.switch()?;
         self.step(Step::Switched);
         let changes = self.shared.overlay().begin_move();
@@ -148,8 +149,4 @@ impl Committer {
             Err(_) => Ok(()),
         }
     }
-}
-
-fn closed() -> Fault {
-    Fault::Io("the store is closed".into())
 }
