@@ -16,6 +16,47 @@ use super::{
     sse::SseParser,
 };
 
+/// Limits of a client.
+#[derive(Clone, Copy, Debug)]
+pub struct ClientConfig {
+    /// A plain reply, or one frame of a stream, in bytes. The default, 64 MiB,
+    /// takes what one answer can honestly hold: a log probability is some 30
+    /// bytes of SGLang's JSON, so 32k generated tokens with 20 alternatives each
+    /// are 20 MiB, which a cumulative frame repeats, and those of a 128k-token
+    /// prompt with ten alternatives 40 MiB; an alternative is some 60 bytes of
+    /// vLLM's, so 32k generated tokens with 20 each are 40 MiB. Routed experts of
+    /// long outputs of large models need more.
+    pub max_frame_bytes: usize,
+    /// For aborts and readiness: an engine answers both in some 20 ms.
+    pub control_timeout: Duration,
+}
+
+impl Default for ClientConfig {
+    fn default() -> Self {
+        Self {
+            max_frame_bytes: 64 * 1024 * 1024,
+            control_timeout: Duration::from_secs(2),
+        }
+    }
+}
+
+/// The answer to a question that generates nothing, in bytes at most.
+const MAX_CONTROL_BYTES: usize = 64 * 1024;
+
+/// Asks such a question.
+pub(super) async fn control(
+    http: &HttpClient,
+    config: &ClientConfig,
+    method: Method,
+    url: &str,
+    path: &str,
+    json: Option<Bytes>,
+) -> Result<(StatusCode, HeaderMap, Bytes), EngineError> {
+    let limit = config.control_timeout;
+    let answer = http.call(method, url, path, json, MAX_CONTROL_BYTES, limit);
+    Ok(answer.await?)
+}
+
 /// What is particular to one engine's API.
 pub(super) trait Dialect: Send + Sync + 'static {
     /// Checks what comes back.

@@ -174,6 +174,48 @@ pub(super) fn parse<'a, T: Deserialize<'a>>(
     serde_json::from_slice(body).map_err(|e| wrong(path, format!("not as expected: {e}")))
 }
 
+/// Adapters of one server at most: the limit of registration.
+const MAX_ADAPTERS: usize = 1024;
+
+/// The answer to `/v1/models`, as both engines give it.
+#[derive(Deserialize)]
+pub(super) struct Models {
+    #[serde(default)]
+    data: Vec<ModelCard>,
+}
+
+#[derive(Deserialize)]
+pub(super) struct ModelCard {
+    pub(super) id: String,
+    pub(super) root: Option<String>,
+    parent: Option<String>,
+    pub(super) max_model_len: Option<u32>,
+}
+
+impl Models {
+    /// The first that is no adapter.
+    pub(super) fn base(&self) -> Option<&ModelCard> {
+        self.data.iter().find(|card| card.parent.is_none())
+    }
+
+    /// The cards that have a parent, by name.
+    pub(super) fn adapters(&self) -> Vec<AdapterFact> {
+        let mut adapters: Vec<AdapterFact> = self
+            .data
+            .iter()
+            .filter(|card| card.parent.is_some())
+            .take(MAX_ADAPTERS)
+            .map(|card| AdapterFact {
+                name: card.id.clone(),
+                root: shortened(card.root.clone().unwrap_or_default(), 256),
+            })
+            .collect();
+        adapters.sort_by(|a, b| a.name.cmp(&b.name));
+        adapters.dedup_by(|a, b| a.name == b.name);
+        adapters
+    }
+}
+
 /// The number of entries in a vocabulary, from a model's `config.json`.
 pub fn vocab_size_of_config(config: &[u8]) -> Option<u32> {
     let config: Value = serde_json::from_slice(config).ok()?;

@@ -5,6 +5,7 @@
 //! its end mark is [`EngineError::Lost`].
 
 mod attempt;
+mod checks;
 pub mod egress;
 pub mod facts;
 pub mod http;
@@ -16,6 +17,7 @@ pub mod vllm;
 
 use std::{sync::Arc, time::Duration};
 
+pub use attempt::ClientConfig;
 use futures_util::{future::BoxFuture, stream::BoxStream};
 
 use crate::{

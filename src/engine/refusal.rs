@@ -46,6 +46,19 @@ impl Words {
         self.of_status(status.as_u16(), message.as_deref(), retry_after(headers))
     }
 
+    /// Nothing, where the answer is a success.
+    pub(super) fn check(
+        self,
+        status: StatusCode,
+        headers: &HeaderMap,
+        body: &[u8],
+    ) -> Result<(), EngineError> {
+        if status.is_success() {
+            return Ok(());
+        }
+        Err(self.of_reply(status, headers, body))
+    }
+
     /// The error that a code means, be it an HTTP status, the code of an error
     /// frame or of an abort.
     pub(super) fn of_status(

@@ -5,9 +5,8 @@ use std::{sync::Arc, time::Duration};
 use berth::{
     call::{Prompt, Sampling},
     engine::{
-        EngineError, EngineEvent, FinishReason, SamplingRef, StreamMode,
-        http::HttpClient,
-        sglang::{SglangClient, SglangConfig},
+        ClientConfig, EngineError, EngineEvent, FinishReason, SamplingRef, StreamMode,
+        http::HttpClient, sglang::SglangClient,
     },
 };
 use serde_json::{Value, json};
@@ -368,9 +367,9 @@ async fn text_is_whole_in_either_kind_of_stream() {
 
 #[tokio::test]
 async fn frames_and_replies_beyond_the_limit_end_the_attempt() {
-    let config = SglangConfig {
+    let config = ClientConfig {
         max_frame_bytes: 2000,
-        ..SglangConfig::default()
+        ..ClientConfig::default()
     };
     let long = vec![b'x'; 4000];
     let stream = [b"data: ".to_vec(), long.clone()].concat();

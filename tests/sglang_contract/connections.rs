@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use berth::engine::{
-    EngineClient, EngineError, EngineRequest, StreamMode,
+    ClientConfig, EngineClient, EngineError, EngineRequest, StreamMode,
     http::{HttpClient, HttpConfig, HttpError},
-    sglang::{SglangClient, SglangConfig},
+    sglang::SglangClient,
 };
 use futures_util::StreamExt;
 use http::Method;
@@ -82,7 +82,7 @@ async fn a_connection_that_is_not_made_in_time_refuses() {
         connect_timeout: Duration::from_millis(200),
         ..HttpConfig::default()
     });
-    let client = SglangClient::new(http, SglangConfig::default());
+    let client = SglangClient::new(http, ClientConfig::default());
     let error = failure(run(&client, plain(&format!("http://{address}"))).await);
     assert!(matches!(error, EngineError::Refused(_)), "{error:?}");
 }
@@ -248,9 +248,9 @@ async fn a_silent_engine_ends_control_calls_in_time() {
         Answer::Hang(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n".to_vec()),
     ])
     .await;
-    let config = SglangConfig {
+    let config = ClientConfig {
         control_timeout: Duration::from_millis(100),
-        ..SglangConfig::default()
+        ..ClientConfig::default()
     };
     let client = SglangClient::new(HttpClient::default(), config);
     for _ in 0..2 {

@@ -5,9 +5,8 @@ use std::time::Duration;
 use berth::{
     call::MatchedStop,
     engine::{
-        EngineError, EngineEvent, FinishReason, StreamMode,
-        http::HttpClient,
-        vllm::{VllmClient, VllmConfig},
+        ClientConfig, EngineError, EngineEvent, FinishReason, StreamMode, http::HttpClient,
+        vllm::VllmClient,
     },
 };
 use serde_json::{Value, json};
@@ -379,9 +378,9 @@ async fn an_error_in_a_stream_is_mapped_by_its_code() {
 
 #[tokio::test]
 async fn frames_and_replies_beyond_the_limit_end_the_attempt() {
-    let config = VllmConfig {
+    let config = ClientConfig {
         max_frame_bytes: 2000,
-        ..VllmConfig::default()
+        ..ClientConfig::default()
     };
     let long = vec![b'x'; 4000];
     let stream = [b"data: ".to_vec(), long.clone()].concat();

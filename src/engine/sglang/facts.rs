@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::{
     call::LogprobMode,
-    engine::facts::{parse, shortened, wrong},
+    engine::facts::{ModelCard, Models, parse, shortened, wrong},
     fleet::facts::EngineKind,
 };
 
@@ -22,9 +22,6 @@ pub use crate::engine::facts::{
 /// SGLang returns as many alternatives as asked for; the API asks for 20 at
 /// most.
 const MAX_TOP_LOGPROBS: u32 = 20;
-
-/// Adapters of one server at most: likewise.
-const MAX_ADAPTERS: usize = 1024;
 
 /// The bodies that facts are read from.
 #[derive(Clone, Copy, Debug)]
@@ -76,20 +73,6 @@ struct ModelInfo {
     model_path: Option<String>,
     vocab_size: Option<u32>,
     weight_version: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Models {
-    #[serde(default)]
-    data: Vec<ModelCard>,
-}
-
-#[derive(Deserialize)]
-struct ModelCard {
-    id: String,
-    root: Option<String>,
-    parent: Option<String>,
-    max_model_len: Option<u32>,
 }
 
 #[derive(Deserialize)]
@@ -155,24 +138,7 @@ pub fn parse_weight_version(body: &[u8]) -> Result<String, FactsError> {
 /// # Errors
 /// A body that is none.
 pub fn parse_adapters(body: &[u8]) -> Result<Vec<AdapterFact>, FactsError> {
-    parse("/v1/models", body).map(|models: Models| adapters(&models))
-}
-
-/// Adapters are the cards that have a parent.
-fn adapters(models: &Models) -> Vec<AdapterFact> {
-    let mut adapters: Vec<AdapterFact> = models
-        .data
-        .iter()
-        .filter(|card| card.parent.is_some())
-        .take(MAX_ADAPTERS)
-        .map(|card| AdapterFact {
-            name: card.id.clone(),
-            root: shortened(card.root.clone().unwrap_or_default(), 256),
-        })
-        .collect();
-    adapters.sort_by(|a, b| a.name.cmp(&b.name));
-    adapters.dedup_by(|a, b| a.name == b.name);
-    adapters
+    parse("/v1/models", body).map(|models: Models| models.adapters())
 }
 
 impl Bodies<'_> {
@@ -188,7 +154,7 @@ impl Bodies<'_> {
         let models: Models = parse("/v1/models", bodies.models)?;
         let loads = parse_loads(bodies.loads)?;
 
-        let base = models.data.iter().find(|card| card.parent.is_none());
+        let base = models.base();
         let model = info
             .served_model_name
             .or(server.served_model_name.clone())
@@ -208,7 +174,7 @@ impl Bodies<'_> {
                 .filter(|size| *size > 0),
             context_length: context_length(&server, base)?,
             weight_version: shortened(info.weight_version.unwrap_or_default(), 256),
-            adapters: adapters(&models),
+            adapters: models.adapters(),
             lora: server.enable_lora.unwrap_or(false),
             tokenizer,
             logprobs: true,

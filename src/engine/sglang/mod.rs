@@ -13,7 +13,7 @@ mod transcript;
 mod wire;
 mod words;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::{FutureExt, future::BoxFuture};
@@ -22,52 +22,29 @@ use http::{HeaderMap, Method, StatusCode};
 use self::{transcript::Transcript, words::WORDS};
 use crate::{
     engine::{
-        EngineClient, EngineError, EngineRequest, EngineStream, StreamMode,
+        ClientConfig, EngineClient, EngineError, EngineRequest, EngineStream, StreamMode,
         attempt::{self, Ask, Dialect},
         http::HttpClient,
     },
     ids::EngineRequestId,
 };
 
-/// Limits of the client.
-#[derive(Clone, Copy, Debug)]
-pub struct SglangConfig {
-    /// A plain reply, or one frame of a stream, in bytes. The default, 64 MiB,
-    /// takes what one answer can honestly hold: a log probability is some 30
-    /// bytes of JSON, so 32k generated tokens with 20 alternatives each are 20
-    /// MiB, which a cumulative frame repeats, and those of a 128k-token prompt
-    /// with ten alternatives 40 MiB. Routed experts of long outputs of large
-    /// models need more.
-    pub max_frame_bytes: usize,
-    /// For aborts and readiness: an engine answers both in some 20 ms.
-    pub control_timeout: Duration,
-}
-
-impl Default for SglangConfig {
-    fn default() -> Self {
-        Self {
-            max_frame_bytes: 64 * 1024 * 1024,
-            control_timeout: Duration::from_secs(2),
-        }
-    }
-}
-
 /// Speaks to any number of SGLang servers. Clones share the connections.
 #[derive(Clone, Debug)]
 pub struct SglangClient {
     http: HttpClient,
-    config: SglangConfig,
+    config: ClientConfig,
 }
 
 impl Default for SglangClient {
     fn default() -> Self {
-        Self::new(HttpClient::default(), SglangConfig::default())
+        Self::new(HttpClient::default(), ClientConfig::default())
     }
 }
 
 impl SglangClient {
     /// A client over these connections.
-    pub fn new(http: HttpClient, config: SglangConfig) -> Self {
+    pub fn new(http: HttpClient, config: ClientConfig) -> Self {
         Self { http, config }
     }
 }
@@ -135,20 +112,8 @@ impl SglangClient {
         path: &str,
         json: Option<Bytes>,
     ) -> Result<(), EngineError> {
-        let (status, headers, body) = self
-            .http
-            .call(
-                method,
-                url,
-                path,
-                json,
-                64 * 1024,
-                self.config.control_timeout,
-            )
-            .await?;
-        if status.is_success() {
-            return Ok(());
-        }
-        Err(WORDS.of_reply(status, &headers, &body))
+        let answer = attempt::control(&self.http, &self.config, method, url, path, json);
+        let (status, headers, body) = answer.await?;
+        WORDS.check(status, &headers, &body)
     }
 }

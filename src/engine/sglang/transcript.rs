@@ -3,11 +3,9 @@
 //! each other or the request; every such contradiction is
 //! [`EngineError::BadReply`].
 
-use base64::Engine as _;
-
 use super::{
     request,
-    wire::{Entry, Frame, Matched, Meta, WireFinish, WireSpan},
+    wire::{Entry, Frame, Matched, Meta, WireFinish},
     words::WORDS,
 };
 use crate::{
@@ -15,11 +13,11 @@ use crate::{
         LogprobsWanted, MatchedStop, Prompt, PromptLogprobs, RoutedExperts, TopLogprobs, Usage,
         WeightSpan,
     },
-    engine::{EngineError, EngineRequest, Finish, FinishReason, StreamMode, TokenChunk, attempt},
+    engine::{
+        EngineError, EngineRequest, Finish, FinishReason, StreamMode, TokenChunk, attempt,
+        checks::{self, WireSpan, bad, place},
+    },
 };
-
-/// Characters of a weight version at most.
-const MAX_VERSION: usize = 256;
 
 /// What SGLang gives as the matched stop when the model computed no numbers.
 const NOT_A_NUMBER: &str = "NaN happened";
@@ -344,35 +342,10 @@ impl Transcript {
         thin: bool,
     ) -> Result<Vec<WeightSpan>, EngineError> {
         let named = spans.as_deref().unwrap_or_default();
-        if named
-            .iter()
-            .map(|span| &span.version)
-            .chain(&version)
-            .any(|v| v.chars().count() > MAX_VERSION)
-        {
-            return Err(bad("a weight version is too long"));
-        }
-        let mut at = 0;
-        let whole = named.iter().all(|span| {
-            let follows = span.start == at && span.end >= span.start;
-            at = span.end;
-            follows
-        }) && at == self.received;
+        checks::versions(named.iter().map(|span| &span.version).chain(&version))?;
+        let whole = checks::cover(named, self.received);
         match (spans, version) {
-            (Some(spans), _) if whole && !spans.is_empty() => {
-                let only = spans.len() == 1;
-                Ok(spans
-                    .into_iter()
-                    // Weights that made no token are no span, except that an
-                    // empty output names the weights it would have had.
-                    .filter(|span| only || span.end > span.start)
-                    .map(|span| WeightSpan {
-                        version: span.version,
-                        start: span.start,
-                        end: span.end,
-                    })
-                    .collect())
-            }
+            (Some(spans), _) if whole && !spans.is_empty() => Ok(checks::spans(spans)),
             (_, version) if thin => {
                 if self.observed.last().map_or(0, |span| span.end) == self.received
                     && self.observed.first().map_or(0, |span| span.start) == 0
@@ -388,7 +361,7 @@ impl Transcript {
             }
             (None, Some(version)) => Ok(vec![self.one_span(version)]),
             (None, None) => Err(bad("no weight version")),
-            (Some(_), _) => Err(bad("the weight versions do not cover the tokens")),
+            (Some(_), _) => Err(checks::uncovered()),
         }
     }
 
@@ -472,11 +445,7 @@ fn finish_reason(reason: &WireFinish) -> Result<FinishReason, EngineError> {
 /// Base64 of 32-bit numbers. Their shape (tokens, layers, experts) is not on
 /// the wire: they are passed on flat.
 fn experts(raw: &str) -> Result<RoutedExperts, EngineError> {
-    let text: &str =
-        serde_json::from_str(raw).map_err(|_| bad("routed experts are not base64 text"))?;
-    let data = base64::engine::general_purpose::STANDARD
-        .decode(text)
-        .map_err(|_| bad("routed experts are not base64"))?;
+    let data = checks::base64_bytes(raw, "routed experts")?;
     let numbers = u32::try_from(data.len() / 4).unwrap_or(u32::MAX);
     if data.len() % 4 != 0 {
         return Err(bad("routed experts are not 32-bit numbers"));
@@ -493,13 +462,4 @@ fn parse<T: serde::de::DeserializeOwned>(
 ) -> Result<Vec<T>, EngineError> {
     let raw = raw.ok_or_else(|| bad("no log probabilities of the prompt"))?;
     serde_json::from_str(raw.get()).map_err(|e| bad(format!("log probabilities: {}", place(&e))))
-}
-
-/// Where JSON is wrong, without a value from it.
-fn place(error: &serde_json::Error) -> String {
-    format!("{:?} error at column {}", error.classify(), error.column())
-}
-
-fn bad(message: impl Into<String>) -> EngineError {
-    EngineError::BadReply(message.into())
 }

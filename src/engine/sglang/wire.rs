@@ -6,6 +6,8 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
+use crate::engine::checks::WireSpan;
+
 /// A reply, or one frame of a stream.
 #[derive(Deserialize)]
 pub(super) struct Frame<'a> {
@@ -54,13 +56,6 @@ pub(super) enum Matched {
     Token(u32),
     Text(String),
     Other(IgnoredAny),
-}
-
-#[derive(Deserialize)]
-pub(super) struct WireSpan {
-    pub(super) version: String,
-    pub(super) start: u32,
-    pub(super) end: u32,
 }
 
 /// `[logprob or null, id, text or null]`.

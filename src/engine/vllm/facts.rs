@@ -12,7 +12,7 @@ use serde::Deserialize;
 use super::metrics::{self, Metrics};
 use crate::{
     call::LogprobMode,
-    engine::facts::{parse, shortened, wrong},
+    engine::facts::{Models, parse, shortened, wrong},
     fleet::facts::EngineKind,
 };
 
@@ -45,20 +45,6 @@ pub struct Bodies<'a> {
 #[derive(Deserialize)]
 struct Version {
     version: String,
-}
-
-#[derive(Deserialize)]
-struct Models {
-    #[serde(default)]
-    data: Vec<ModelCard>,
-}
-
-#[derive(Deserialize)]
-struct ModelCard {
-    id: String,
-    root: Option<String>,
-    parent: Option<String>,
-    max_model_len: Option<u32>,
 }
 
 #[derive(Deserialize)]
@@ -185,9 +171,7 @@ fn one(bodies: &Bodies<'_>, logprob_mode: Option<LogprobMode>) -> Result<Facts, 
         None => String::new(),
     };
     let base = models
-        .data
-        .iter()
-        .find(|card| card.parent.is_none())
+        .base()
         .ok_or_else(|| wrong("/v1/models", "no model"))?;
     let config = told.as_ref();
     let model_config = config.map(|c| &c.model_config);
@@ -210,15 +194,7 @@ fn one(bodies: &Bodies<'_>, logprob_mode: Option<LogprobMode>) -> Result<Facts, 
             .filter(|length| *length >= 2)
             .ok_or_else(|| wrong("/v1/models", "no context length"))?,
         weight_version,
-        adapters: models
-            .data
-            .iter()
-            .filter(|card| card.parent.is_some())
-            .map(|card| AdapterFact {
-                name: card.id.clone(),
-                root: card.root.clone().unwrap_or_default(),
-            })
-            .collect(),
+        adapters: models.adapters(),
         // This route takes ids and gives ids, whatever the server has.
         tokenizer: false,
         // Logits are no log probabilities.

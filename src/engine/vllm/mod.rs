@@ -20,7 +20,7 @@ mod transcript;
 mod wire;
 mod words;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::{FutureExt, future::BoxFuture};
@@ -29,7 +29,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use self::{transcript::Transcript, words::WORDS};
 use crate::{
     engine::{
-        EngineClient, EngineError, EngineRequest, EngineStream,
+        ClientConfig, EngineClient, EngineError, EngineRequest, EngineStream,
         attempt::{self, Ask, Dialect},
         http::HttpClient,
     },
@@ -53,42 +53,22 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// only; on later ones.
 const ABORTS: [&str; 2] = ["/abort_requests", "/inference/v1/abort_requests"];
 
-/// Limits of the client.
-#[derive(Clone, Copy, Debug)]
-pub struct VllmConfig {
-    /// A plain reply, or one frame of a stream, in bytes. The default, 64 MiB,
-    /// takes what one answer can honestly hold: an alternative is some 60 bytes
-    /// of JSON, so 32k generated tokens with 20 each are 40 MiB.
-    pub max_frame_bytes: usize,
-    /// For aborts and readiness: an engine answers both in some 20 ms.
-    pub control_timeout: Duration,
-}
-
-impl Default for VllmConfig {
-    fn default() -> Self {
-        Self {
-            max_frame_bytes: 64 * 1024 * 1024,
-            control_timeout: Duration::from_secs(2),
-        }
-    }
-}
-
 /// Speaks to any number of vLLM servers. Clones share the connections.
 #[derive(Clone, Debug)]
 pub struct VllmClient {
     http: HttpClient,
-    config: VllmConfig,
+    config: ClientConfig,
 }
 
 impl Default for VllmClient {
     fn default() -> Self {
-        Self::new(HttpClient::default(), VllmConfig::default())
+        Self::new(HttpClient::default(), ClientConfig::default())
     }
 }
 
 impl VllmClient {
     /// A client over these connections.
-    pub fn new(http: HttpClient, config: VllmConfig) -> Self {
+    pub fn new(http: HttpClient, config: ClientConfig) -> Self {
         Self { http, config }
     }
 
@@ -99,12 +79,7 @@ impl VllmClient {
         path: &str,
         json: Option<Bytes>,
     ) -> Result<(StatusCode, HeaderMap, Bytes), EngineError> {
-        let limit = self.config.control_timeout;
-        let answer = self
-            .http
-            .call(method, url, path, json, 64 * 1024, limit)
-            .await?;
-        Ok(answer)
+        attempt::control(&self.http, &self.config, method, url, path, json).await
     }
 
     /// Asks for the abort where the server has a route for it.
@@ -194,10 +169,7 @@ impl EngineClient for VllmClient {
         async move {
             let (status, headers, body) =
                 client.control(Method::GET, &url, "/health", None).await?;
-            if status.is_success() {
-                return Ok(());
-            }
-            Err(WORDS.of_reply(status, &headers, &body))
+            WORDS.check(status, &headers, &body)
         }
         .boxed()
     }

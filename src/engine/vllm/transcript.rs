@@ -6,11 +6,9 @@
 //! A stream says how it ended in one frame and what it counted in another: the
 //! finish is put together at the end mark.
 
-use base64::Engine as _;
-
 use super::{
     ID_PREFIX, npy, request,
-    wire::{Candidate, Choice, Frame, Position, PromptPosition, StopReason, WireSpan, WireUsage},
+    wire::{Candidate, Choice, Frame, Position, PromptPosition, StopReason, WireUsage},
     words::WORDS,
 };
 use crate::{
@@ -18,11 +16,11 @@ use crate::{
         LogprobsWanted, MatchedStop, Prompt, PromptLogprobs, RoutedExperts, TopLogprobs, Usage,
         WeightSpan,
     },
-    engine::{EngineError, EngineRequest, Finish, FinishReason, TokenChunk, attempt},
+    engine::{
+        EngineError, EngineRequest, Finish, FinishReason, TokenChunk, attempt,
+        checks::{self, WireSpan, bad, place},
+    },
 };
-
-/// Characters of a weight version at most.
-const MAX_VERSION: usize = 256;
 
 /// The version of tokens of which the engine tells none. No condition on weights
 /// is satisfied by it.
@@ -247,33 +245,11 @@ impl Transcript {
                 end: self.received,
             }]);
         };
-        if spans
-            .iter()
-            .any(|span| span.version.chars().count() > MAX_VERSION)
-        {
-            return Err(bad("a weight version is too long"));
+        checks::versions(spans.iter().map(|span| &span.version))?;
+        if !checks::cover(&spans, self.received) {
+            return Err(checks::uncovered());
         }
-        let mut at = 0;
-        let whole = spans.iter().all(|span| {
-            let follows = span.start == at && span.end >= span.start;
-            at = span.end;
-            follows
-        }) && at == self.received;
-        if !whole {
-            return Err(bad("the weight versions do not cover the tokens"));
-        }
-        let only = spans.len() == 1;
-        Ok(spans
-            .into_iter()
-            // Weights that made no token are no span, except that an empty output
-            // names the weights it would have had.
-            .filter(|span| only || span.end > span.start)
-            .map(|span| WeightSpan {
-                version: span.version,
-                start: span.start,
-                end: span.end,
-            })
-            .collect())
+        Ok(checks::spans(spans))
     }
 
     fn prompt_logprobs(&self, raw: &str) -> Result<PromptLogprobs, EngineError> {
@@ -394,19 +370,6 @@ impl Flat {
 
 /// Base64 of an array as numpy saves it.
 fn experts(raw: &str) -> Result<RoutedExperts, EngineError> {
-    let text: &str =
-        serde_json::from_str(raw).map_err(|_| bad("routed experts are not base64 text"))?;
-    let file = base64::engine::general_purpose::STANDARD
-        .decode(text)
-        .map_err(|_| bad("routed experts are not base64"))?;
+    let file = checks::base64_bytes(raw, "routed experts")?;
     npy::parse(file).ok_or_else(|| bad("routed experts are no array of integers"))
-}
-
-/// Where JSON is wrong, without a value from it.
-fn place(error: &serde_json::Error) -> String {
-    format!("{:?} error at column {}", error.classify(), error.column())
-}
-
-fn bad(message: impl Into<String>) -> EngineError {
-    EngineError::BadReply(message.into())
 }

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use crate::engine::checks::WireSpan;
+
 use serde::{Deserialize, de::IgnoredAny};
 use serde_json::value::RawValue;
 
@@ -66,13 +68,6 @@ pub(super) type PromptPosition = Option<BTreeMap<u32, PromptCandidate>>;
 pub(super) struct PromptCandidate {
     pub(super) logprob: Option<f32>,
     pub(super) rank: Option<u32>,
-}
-
-#[derive(Clone, Deserialize)]
-pub(super) struct WireSpan {
-    pub(super) version: String,
-    pub(super) start: u32,
-    pub(super) end: u32,
 }
 
 #[derive(Clone, Copy, Deserialize)]
