@@ -145,10 +145,10 @@ async fn affinity(args: AffinityArgs) -> anyhow::Result<()> {
         time_scale: args.time_scale,
     };
     let report = harness::run(bench, Bar::new()).await?;
-    print(&report.table())?;
+    super::print(&report.table())?;
     if let Some(dir) = &args.out {
         report.write(dir)?;
-        print(&format!(
+        super::print(&format!(
             "wrote {} and {}\n",
             dir.join("report.json").display(),
             dir.join("chart.svg").display()
@@ -156,14 +156,6 @@ async fn affinity(args: AffinityArgs) -> anyhow::Result<()> {
     }
     report.check(args.min_hit_rate, args.min_lift)?;
     Ok(())
-}
-
-/// `print!` panics where the reader of a pipe has gone.
-fn print(text: &str) -> std::io::Result<()> {
-    use std::io::Write as _;
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()
 }
 
 #[cfg(test)]

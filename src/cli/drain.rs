@@ -67,16 +67,20 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     if let Some(limit) = args.wait {
         replica = wait(&operator, &args.replica, limit).await?;
     }
-    if args.json {
-        operator::print_json(&json::replica(&replica), false)?;
-    } else {
-        operator::print(&format!("{}\n", table::plain(&line(&replica))))?;
-    }
+    show(&replica, args.json)?;
     Ok(())
 }
 
-/// How it stands, in one line.
-pub(super) fn line(replica: &Replica) -> String {
+/// Tells how it stands: as one JSON document, or in one line.
+pub(super) fn show(replica: &Replica, as_json: bool) -> std::io::Result<()> {
+    if as_json {
+        operator::print_json(&json::replica(replica), false)
+    } else {
+        super::print(&format!("{}\n", table::plain(&line(replica))))
+    }
+}
+
+fn line(replica: &Replica) -> String {
     format!(
         "{} is {}: {}; {} in flight",
         replica.replica_id,

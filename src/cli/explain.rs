@@ -92,7 +92,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     if args.json {
         operator::print_json(&value(&answer), false)?;
     } else {
-        operator::print(&page(&answer))?;
+        super::print(&page(&answer))?;
     }
     if answer.route.is_none() {
         return Err(Failure::new(Failure::UNAVAILABLE, answer.no_route).into());

@@ -85,6 +85,14 @@ impl Cli {
     }
 }
 
+/// `print!` panics where the reader of a pipe has gone.
+fn print(text: &str) -> std::io::Result<()> {
+    use std::io::Write as _;
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
 /// Logging of the subcommands that run beside an engine.
 #[derive(Debug, clap::Args)]
 struct LogArgs {

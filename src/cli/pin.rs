@@ -53,6 +53,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         if pin.live { "yes" } else { "no" }.to_owned(),
     ];
     let head = ["REPLICA", "START", "RANK", "TOKENS", "IDLE", "LIVE"];
-    operator::print(&table::render(&head, &[row]))?;
+    super::print(&table::render(&head, &[row]))?;
     Ok(())
 }

@@ -33,7 +33,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     if args.json {
         operator::print_json(&json::replica(&replica), false)?;
     } else {
-        operator::print(&page(&replica))?;
+        super::print(&page(&replica))?;
     }
     Ok(())
 }

@@ -46,7 +46,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     if args.json {
         operator::print_json(&json!({"replicas": values(replicas.iter())}), false)?;
     } else {
-        operator::print(&page(replicas.iter()))?;
+        super::print(&page(replicas.iter()))?;
     }
     Ok(())
 }
@@ -95,7 +95,7 @@ async fn watch(operator: &Operator, args: &Args) -> anyhow::Result<()> {
             } else {
                 ("", "\n")
             };
-            operator::print(&format!("{before}{}{after}", page(fleet.values())))?;
+            super::print(&format!("{before}{}{after}", page(fleet.values())))?;
         }
     }
 }

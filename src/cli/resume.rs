@@ -1,8 +1,8 @@
 //! `berth resume REPLICA`: ends a drain.
 
 use super::{
-    drain::line,
-    operator::{self, Connection, Failure, json, table},
+    drain::show,
+    operator::{self, Connection, Failure},
 };
 use crate::proto::ResumeReplicaRequest;
 
@@ -31,11 +31,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     };
     let answer = operator.call(client.resume_replica(request)).await?;
     let replica = operator::some(answer.replica)?;
-    if args.json {
-        operator::print_json(&json::replica(&replica), false)?;
-    } else {
-        operator::print(&format!("{}\n", table::plain(&line(&replica))))?;
-    }
+    show(&replica, args.json)?;
     if replica.drain.is_some() {
         let message = format!(
             "{} goes on draining by its sidecar's own will: its process or its engine was told to \

@@ -107,7 +107,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         let written = report.write(out);
         written.with_context(|| format!("cannot write into {}", out.display()))?;
     }
-    print(&if json { report.json()? } else { report.table() })?;
+    super::print(&if json { report.json()? } else { report.table() })?;
     Ok(())
 }
 
@@ -191,14 +191,6 @@ fn setup(args: &Args, trace: &Trace) -> anyhow::Result<Setup> {
         seed: args.seed,
         events,
     })
-}
-
-/// `print!` panics where the reader of a pipe has gone.
-fn print(text: &str) -> std::io::Result<()> {
-    use std::io::Write as _;
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     if args.json {
         operator::print_json(&json::stats(&stats), false)?;
     } else {
-        operator::print(&page(&stats))?;
+        super::print(&page(&stats))?;
     }
     Ok(())
 }

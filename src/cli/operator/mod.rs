@@ -193,13 +193,6 @@ pub(super) fn report(result: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// `print!` panics where the reader of a pipe has gone.
-pub(super) fn print(text: &str) -> std::io::Result<()> {
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()
-}
-
 /// One JSON document, or one line of many.
 pub(super) fn print_json(value: &serde_json::Value, one_line: bool) -> std::io::Result<()> {
     let text = if one_line {
@@ -207,7 +200,7 @@ pub(super) fn print_json(value: &serde_json::Value, one_line: bool) -> std::io::
     } else {
         format!("{value:#}")
     };
-    print(&format!("{text}\n"))
+    super::print(&format!("{text}\n"))
 }
 
 /// The replica that every answer about one has.
