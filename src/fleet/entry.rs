@@ -235,8 +235,13 @@ impl Entry {
     /// It has answered a request for this adapter: it holds it. Returns whether
     /// that is news.
     pub(super) fn adapter_used(&mut self, name: &str) -> bool {
+        // Every answer comes by here, and nearly none is news.
+        let known = self.facts().adapters.iter();
+        let Some(at) = known.clone().position(|a| *a.name == *name && !a.resident) else {
+            return false;
+        };
         let mut adapters = self.facts().adapters.clone();
-        if let Some(known) = adapters.iter_mut().find(|a| *a.name == *name) {
+        if let Some(known) = adapters.get_mut(at) {
             known.resident = true;
         }
         self.take_adapters(adapters)
