@@ -280,12 +280,21 @@ impl Sglang {
         path: &'static str,
         limit: Duration,
     ) -> Result<bytes::Bytes, EngineTrouble> {
-        let (status, body) = self.link.get(path, limit).await?;
-        if status.is_success() {
-            Ok(body)
-        } else {
-            Err(EngineTrouble::Status { path, status })
-        }
+        body(&mut self.link, path, limit).await
+    }
+}
+
+/// The body of an answer that is a success.
+pub(super) async fn body(
+    link: &mut Link,
+    path: &'static str,
+    limit: Duration,
+) -> Result<bytes::Bytes, EngineTrouble> {
+    let (status, body) = link.get(path, limit).await?;
+    if status.is_success() {
+        Ok(body)
+    } else {
+        Err(EngineTrouble::Status { path, status })
     }
 }
 

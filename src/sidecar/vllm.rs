@@ -13,7 +13,7 @@ use http::StatusCode;
 
 use super::{
     SidecarConfig,
-    engine::{EngineTrouble, RankSighting, Sighting, Standing},
+    engine::{EngineTrouble, RankSighting, Sighting, Standing, body},
     frozen::Pulse,
     link::{Breaks, Link},
 };
@@ -293,18 +293,5 @@ async fn optional(
             ..
         }) => Ok(None),
         Err(trouble) => Err(trouble),
-    }
-}
-
-async fn body(
-    link: &mut Link,
-    path: &'static str,
-    limit: Duration,
-) -> Result<Bytes, EngineTrouble> {
-    let (status, body) = link.get(path, limit).await?;
-    if status.is_success() {
-        Ok(body)
-    } else {
-        Err(EngineTrouble::Status { path, status })
     }
 }
