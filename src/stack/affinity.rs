@@ -268,12 +268,8 @@ where
             if paused && !std::mem::replace(&mut waits, true) {
                 self.counters.waits_for_pause.one();
             }
-            tokio::select! {
-                biased;
-                () = generation.stop_token().cancelled() => return Err(generation.stop_reason()),
-                changed = changes.changed() => if changed.is_err() {
-                    return Err(none);
-                },
+            if generation.unless_stopped(changes.changed()).await?.is_err() {
+                return Err(none);
             }
         }
     }
@@ -289,16 +285,11 @@ where
         avoid: &[RankSlot],
     ) -> Result<Result<Chosen, NoRoute>, Error> {
         let generation = &resolved.work.generation;
-        let stopped = generation.stop_token();
         let longest = self.router.config().kv_admission.unwrap_or_default().wait;
         let begun = Instant::now();
         let place = self.router.wait_for_room(&resolved.needs.model);
         self.counters.waits_for_kv.one();
-        let front = tokio::select! {
-            biased;
-            () = stopped.cancelled() => return Err(generation.stop_reason()),
-            front = place.front() => front,
-        };
+        let front = generation.unless_stopped(place.front()).await?;
         let mut changes = self.fleet.changes();
         loop {
             changes.borrow_and_update();
@@ -312,14 +303,15 @@ where
                     return Ok(chosen);
                 }
             }
-            tokio::select! {
-                biased;
-                () = stopped.cancelled() => return Err(generation.stop_reason()),
-                () = front.room() => {}
-                // The fleet's end is the generation's, too.
-                _ = changes.changed() => {}
-                () = tokio::time::sleep(longest.saturating_sub(waited)) => {}
-            }
+            let news = async {
+                tokio::select! {
+                    () = front.room() => {}
+                    // The fleet's end is the generation's, too.
+                    _ = changes.changed() => {}
+                    () = tokio::time::sleep(longest.saturating_sub(waited)) => {}
+                }
+            };
+            generation.unless_stopped(news).await?;
         }
     }
 

@@ -240,12 +240,8 @@ where
 
     /// Waits for a suspect's turn; others need none.
     async fn suspect_turn(&self) -> Result<Option<SuspectTurn>, Error> {
-        let generation = &self.resolved.work.generation;
-        tokio::select! {
-            biased;
-            () = generation.stop_token().cancelled() => Err(generation.stop_reason()),
-            turn = self.layer.poison.turn(&self.prompt) => Ok(turn),
-        }
+        let turn = self.layer.poison.turn(&self.prompt);
+        self.resolved.work.generation.unless_stopped(turn).await
     }
 
     /// Makes sure that a failed attempt runs nowhere, and writes that down.
@@ -326,11 +322,7 @@ where
     }
 
     async fn wait(&self, pause: Duration) -> Result<(), Error> {
-        let generation = &self.resolved.work.generation;
-        tokio::select! {
-            biased;
-            () = generation.stop_token().cancelled() => Err(generation.stop_reason()),
-            () = tokio::time::sleep(pause) => Ok(()),
-        }
+        let pause = tokio::time::sleep(pause);
+        self.resolved.work.generation.unless_stopped(pause).await
     }
 }

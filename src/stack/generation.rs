@@ -136,6 +136,18 @@ impl Generation {
         }
     }
 
+    /// What `work` comes to, unless the generation is stopped before.
+    ///
+    /// # Errors
+    /// Why it is being stopped.
+    pub async fn unless_stopped<T>(&self, work: impl Future<Output = T>) -> Result<T, Error> {
+        tokio::select! {
+            biased;
+            () = self.stop.cancelled() => Err(self.stop_reason()),
+            done = work => Ok(done),
+        }
+    }
+
     /// Waits until nobody has followed it for `grace`, then begins to stop it.
     pub async fn abandon_after(&self, grace: Duration) {
         let mut changed = self.changed.subscribe();

@@ -69,11 +69,9 @@ where
                     Err(error)
                         if error.reason == Reason::WeightsNotServed && params.weights.wait =>
                     {
-                        tokio::select! {
-                            changed = changes.changed() => if changed.is_err() { return Err(error) },
-                            () = work.generation.stop_token().cancelled() => {
-                                return Err(work.generation.stop_reason());
-                            }
+                        let changed = changes.changed();
+                        if work.generation.unless_stopped(changed).await?.is_err() {
+                            return Err(error);
                         }
                     }
                     resolved => break resolved?,
