@@ -145,7 +145,7 @@ async fn the_line_is_fair_and_moves() {
         .route(&fleet.snapshot, &turn(&needs, 0, 300_000), start)
         .unwrap();
     let (told, mut served) = tokio::sync::mpsc::unbounded_channel();
-    for key in 1..=20u64 {
+    for key in 1..=20u32 {
         let (router, fleet, needs) = (Arc::clone(&router), Arc::clone(&fleet), needs.clone());
         let told = told.clone();
         // In this order, and each wants more than the one before.
@@ -159,7 +159,7 @@ async fn the_line_is_fair_and_moves() {
                         waited: Some(begun.elapsed()),
                         ..Hints::default()
                     },
-                    ..turn(&needs, key, 100_000 + key as u32)
+                    ..turn(&needs, key.into(), 100_000 + key)
                 };
                 if router
                     .route(&fleet.snapshot, &request, Instant::now())

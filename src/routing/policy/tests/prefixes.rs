@@ -32,8 +32,9 @@ async fn turns_without_a_key_stay_together_and_trajectories_apart() {
         let mut home = None;
         for turn in 0..4u32 {
             let names = blocks(&history);
+            let length = 4096 + 600 * turn;
             let id = u64::from(trajectory * 10 + turn);
-            let request = asks(&needs, &names, history.len() as u32, id);
+            let request = asks(&needs, &names, length, id);
             let decision = router.route(&fleet.snapshot, &request, now).unwrap();
             if turn == 0 {
                 assert_eq!(decision.reason, RouteReason::NoKey);
@@ -65,7 +66,7 @@ async fn a_short_common_beginning_gathers_nobody() {
     let mut prompt = system.clone();
     prompt.extend(5000..6025);
     let names = blocks(&prompt);
-    let request = asks(&needs, &names, prompt.len() as u32, 1);
+    let request = asks(&needs, &names, 2049, 1);
     let decision = router.route(&fleet.snapshot, &request, now).unwrap();
     assert_eq!(decision.reason, RouteReason::NoKey, "less than half of it");
 }
