@@ -146,7 +146,7 @@ impl Times {
 fn router(fleet: &Snapshot, needs: &Needs, pins: u64) -> Router {
     let router = Router::new(RouterConfig {
         // Shards fill unevenly: none loses a pin.
-        max_pins: (pins + pins / 20) as usize,
+        max_pins: (pins + pins / 20 + 20_000) as usize,
         keep_changes: true,
         ..RouterConfig::default()
     });

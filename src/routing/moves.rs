@@ -26,7 +26,7 @@ pub struct MoveConfig {
     pub margin: Duration,
     /// Longer histories never move.
     pub max_context: u32,
-    /// One key moves once in so long.
+    /// One key moves once in so long, to the minute.
     pub cooldown: Duration,
     /// Moves in any minute, in the whole fleet. At most 100,000.
     pub per_minute: u32,

@@ -81,11 +81,14 @@ pub(super) struct Pinned {
     pub(super) slot: RankSlot,
     /// Tokens of the history whose KV the rank holds by our count.
     pub(super) tokens: u32,
+    /// Tokens that count on its rank while it is live: of its history, or of the
+    /// prompt that is being computed.
+    pub(super) counted: u32,
     /// Names the weights that made that KV; 0 is unknown.
-    pub(super) weights: u32,
-    /// When it moved for the last time, in seconds since the router's start; 0 is
+    pub(super) weights: u16,
+    /// When it moved for the last time, by the router's count of minutes; 0 is
     /// never.
-    pub(super) moved: u32,
+    pub(super) moved: u16,
     /// The load of the adapter that made that KV; 0 without one.
     pub(super) adapter: u64,
 }
@@ -94,9 +97,6 @@ pub(super) struct Pinned {
 #[derive(Debug)]
 pub(super) struct Pin {
     pub(super) at: Pinned,
-    /// Tokens that count on its rank while it is live: of its history, or of the
-    /// prompt that is being computed.
-    counted: u32,
     last_used: Instant,
     /// Set while it counts as load.
     live: Option<Arc<RankLoad>>,
@@ -112,8 +112,10 @@ impl Pin {
     /// Not live yet.
     pub(super) fn new(at: Pinned, now: Instant) -> Self {
         Self {
-            at,
-            counted: at.tokens,
+            at: Pinned {
+                counted: at.tokens,
+                ..at
+            },
             last_used: now,
             live: None,
         }
@@ -133,7 +135,7 @@ impl Pin {
         self.last_used = now;
         self.count(prompt.max(self.at.tokens));
         if self.live.is_none() {
-            load.pin(self.counted);
+            load.pin(self.at.counted);
             self.live = Some(Arc::clone(load));
         }
     }
@@ -141,26 +143,26 @@ impl Pin {
     /// No longer counts as load.
     pub(super) fn idle(&mut self) {
         if let Some(load) = self.live.take() {
-            load.unpin(self.counted);
+            load.unpin(self.at.counted);
         }
     }
 
     /// Its history's KV is so long now. Returns whether it counts for less than
     /// before.
     pub(super) fn resize(&mut self, tokens: u32) -> bool {
-        let before = self.counted;
+        let before = self.at.counted;
         self.at.tokens = tokens;
         self.count(tokens);
-        self.counted < before
+        self.at.counted < before
     }
 
     fn count(&mut self, tokens: u32) {
         if let Some(load) = &self.live
-            && tokens != self.counted
+            && tokens != self.at.counted
         {
-            load.resize(self.counted, tokens);
+            load.resize(self.at.counted, tokens);
         }
-        self.counted = tokens;
+        self.at.counted = tokens;
     }
 }
 

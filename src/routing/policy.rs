@@ -31,6 +31,9 @@ use crate::{
     fleet::snapshot::{ModelView, RankState, RankView, Snapshot},
 };
 
+/// Minutes go round after so many.
+const MINUTES: u32 = u16::MAX as u32;
+
 /// The router: the table of pins and the rules.
 #[derive(Debug)]
 pub struct Router {
@@ -280,15 +283,17 @@ impl Router {
     }
 
     fn may_move(&self, moves: &MoveConfig, pin: Pinned, now: Instant) -> bool {
-        let age = u64::from(self.age(now).saturating_sub(pin.moved));
-        pin.tokens <= moves.max_context && (pin.moved == 0 || age >= moves.cooldown.as_secs())
+        // Minutes go round after 45 days, long after an idle pin is forgotten.
+        let age = (u32::from(self.minute(now)) + MINUTES - u32::from(pin.moved)) % MINUTES;
+        let cooled = u64::from(age) * 60 >= moves.cooldown.as_secs();
+        pin.tokens <= moves.max_context && (pin.moved == 0 || cooled)
     }
 
-    /// Seconds since moves were first looked at, from 1.
-    fn age(&self, now: Instant) -> u32 {
+    /// Minutes since moves were first looked at, from 1, going round.
+    fn minute(&self, now: Instant) -> u16 {
         let born = *self.born.get_or_init(|| now);
-        let age = now.saturating_duration_since(born).as_secs();
-        u32::try_from(age).unwrap_or(u32::MAX - 1) + 1
+        let minutes = now.saturating_duration_since(born).as_secs() / 60;
+        u16::try_from(minutes % u64::from(MINUTES)).unwrap_or(0) + 1
     }
 
     /// Carries out what is planned of pins and groups.
@@ -324,12 +329,13 @@ impl Router {
             Act::Bind | Act::Move => {
                 let before = shard.get(key).map_or(0, |pin| pin.at.moved);
                 let moved = match plan.act {
-                    Act::Move => self.age(now),
+                    Act::Move => self.minute(now),
                     _ => before,
                 };
                 let at = Pinned {
                     slot: plan.rank.slot,
                     tokens: 0,
+                    counted: 0,
                     weights: 0,
                     moved,
                     adapter: plan.rank.adapter_load(request.needs.adapter.as_deref()),
@@ -424,9 +430,9 @@ fn expected_cached(pin_tokens: u32, prompt_tokens: u32, rank: &RankView) -> u32 
 }
 
 /// Tells weights from other weights; never 0.
-fn weights_name(version: &str) -> u32 {
-    let [a, b, c, d, ..] = xxhash_rust::xxh3::xxh3_64(version.as_bytes()).to_le_bytes();
-    u32::from_le_bytes([a, b, c, d]).max(1)
+fn weights_name(version: &str) -> u16 {
+    let [a, b, ..] = xxhash_rust::xxh3::xxh3_64(version.as_bytes()).to_le_bytes();
+    u16::from_le_bytes([a, b]).max(1)
 }
 
 #[cfg(test)]

@@ -129,6 +129,7 @@ impl Router {
         let at = Pinned {
             slot: past.slot,
             tokens: past.tokens,
+            counted: 0,
             weights: 0,
             moved: 0,
             adapter: past.adapter,
