@@ -8,7 +8,7 @@
 //! used of some. Where pins are to survive this process, each shard says which of
 //! them changed since it was last asked.
 //!
-//! A pin costs 80 bytes with its key, and 9 for its place in an index. With the spare
+//! A pin costs 72 bytes with its key, and 9 for its place in an index. With the spare
 //! room of tables that double, and what is noted of its changes, that is at most
 //! 200 bytes (measured by `benches/routing.rs`).
 
@@ -344,6 +344,6 @@ mod tests {
 
     #[test]
     fn a_pin_is_as_small_as_is_said() {
-        assert_eq!(size_of::<(u64, Key, Pin)>(), 80);
+        assert_eq!(size_of::<(u64, Key, Pin)>(), 72);
     }
 }

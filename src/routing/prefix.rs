@@ -81,7 +81,7 @@ impl Prefixes {
     }
 
     fn shard(&self, block: u64) -> &Mutex<Bounded<u64, Seen>> {
-        let index = (block % SHARDS) as usize;
+        let index = usize::try_from(block % SHARDS).unwrap_or(0);
         &self.0[index]
     }
 
