@@ -1,0 +1,134 @@
+//! What is wrong with a configuration: every fault at once.
+
+use std::time::Duration;
+
+use super::Config;
+use crate::fleet::drain::MAX_GRACE;
+
+impl Config {
+    pub(super) fn faults(&self) -> Vec<String> {
+        const DAY: Duration = Duration::from_secs(24 * 3600);
+        let mut faults = Vec::new();
+        let mut check = |ok: bool, fault: String| {
+            if !ok {
+                faults.push(fault);
+            }
+        };
+        for (option, address) in [("listen", self.listen), ("admin-listen", self.admin_listen)] {
+            check(
+                address.ip().is_loopback(),
+                format!(
+                    "{option}: {address} is not a loopback address, and this server has no \
+                     authentication: whoever reaches it could read prompts and register replicas"
+                ),
+            );
+        }
+        check(
+            self.listen != self.admin_listen || self.listen.port() == 0,
+            format!("listen and admin-listen are both {}", self.listen),
+        );
+        let mut within = |option: &str, value: Duration, least: Duration, most: Duration| {
+            check(
+                (least..=most).contains(&value),
+                format!(
+                    "{option}: must be from {} to {}",
+                    humantime::format_duration(least),
+                    humantime::format_duration(most)
+                ),
+            );
+        };
+        let ms = Duration::from_millis;
+        within(
+            "heartbeat-interval",
+            self.fleet.lease.interval,
+            ms(50),
+            ms(60_000),
+        );
+        within("hang-after", self.fleet.health.hang_after, ms(100), DAY);
+        within("fence-after", self.fleet.health.fence_after, ms(0), DAY);
+        if let Some(kv) = self.router.kv_admission {
+            within("kv-admission-wait", kv.wait, Duration::ZERO, DAY);
+        }
+        if let Some(moves) = self.router.moves {
+            within("move-margin", moves.margin, Duration::ZERO, DAY);
+        }
+        within("pin-ttl", self.router.pin_ttl, ms(1000), 30 * DAY);
+        within(
+            "default-deadline",
+            self.stack.default_deadline,
+            ms(1),
+            30 * DAY,
+        );
+        within("retention", self.store.retention, ms(1000), 365 * DAY);
+        within("grace", self.stack.grace, Duration::ZERO, DAY);
+        within(
+            "drain-grace",
+            self.fleet.drain_grace,
+            Duration::ZERO,
+            MAX_GRACE,
+        );
+        within("drain-timeout", self.drain_timeout, Duration::ZERO, DAY);
+        check(
+            self.router.load_factor >= 1.0,
+            "load-factor: must be a number from 1 to inf".to_owned(),
+        );
+        check(
+            (1..=100_000_000).contains(&self.router.max_pins),
+            "max-pins: must be from 1 to 100000000".to_owned(),
+        );
+        check(
+            (1..=100_000_000).contains(&self.router.max_prefix_blocks),
+            "max-prefix-blocks: must be from 1 to 100000000".to_owned(),
+        );
+        check(
+            self.router
+                .kv_admission
+                .is_none_or(|kv| kv.share >= 0.01 && kv.share <= 100.0),
+            "kv-admission: must be 0 or a number from 0.01 to 100".to_owned(),
+        );
+        check(
+            self.router
+                .moves
+                .is_none_or(|moves| moves.per_minute <= 100_000),
+            "moves-per-minute: must be from 0 to 100000".to_owned(),
+        );
+        check(
+            (1..=65_536).contains(&self.fleet.max_replicas),
+            "max-replicas: must be from 1 to 65536".to_owned(),
+        );
+        let health = &self.fleet.health;
+        for (option, value) in [
+            ("slowest-prefill", health.slowest_prefill),
+            ("slowest-decode", health.slowest_decode),
+            ("eject-after", health.eject_after),
+        ] {
+            check(
+                (1..=1_000_000_000).contains(&value),
+                format!("{option}: must be from 1 to 1000000000"),
+            );
+        }
+        check(
+            (1..=100).contains(&self.stack.max_attempts),
+            "max-attempts: must be from 1 to 100".to_owned(),
+        );
+        check(
+            (1 << 16..=1 << 30).contains(&self.max_message_bytes),
+            "max-message-bytes: must be from 65536 to 1073741824".to_owned(),
+        );
+        check(
+            self.max_streams >= 1,
+            "max-streams: must be at least 1".to_owned(),
+        );
+        check(
+            self.log
+                .parse::<tracing_subscriber::filter::Targets>()
+                .is_ok()
+                || tracing_subscriber::EnvFilter::try_new(&self.log).is_ok(),
+            format!(
+                "log: {:?} is no filter as \"info\" or \"berth=debug\"",
+                self.log
+            ),
+        );
+        faults
+    }
+}

@@ -1,0 +1,253 @@
+//! The control plane's configuration: flags over `BERTH_*` environment over a
+//! TOML file over defaults. The options stand once, in [`Options`]; unknown keys
+//! in the file and unknown `BERTH_*` variables are errors; everything is checked
+//! before a port is bound, and all faults are told at once.
+
+use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
+
+use anyhow::bail;
+use ipnet::IpNet;
+
+use crate::{
+    engine::egress::Egress,
+    fleet::{FleetConfig, health::HealthConfig, lease::LeaseConfig},
+    routing::{KvAdmission, MoveConfig, RouterConfig},
+    stack::StackConfig,
+    store::sled::{Durability, SledOptions},
+};
+
+mod faults;
+mod options;
+#[cfg(test)]
+mod tests;
+
+pub use options::{DurabilityChoice, LogFormat, Options};
+
+/// A configuration in which everything is decided and in range.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// gRPC.
+    pub listen: SocketAddr,
+    /// Admin HTTP.
+    pub admin_listen: SocketAddr,
+    /// The store's folder; `None` keeps everything in memory (demo and tests).
+    pub data_dir: Option<PathBuf>,
+    /// The store.
+    pub store: SledOptions,
+    /// Replicas.
+    pub fleet: FleetConfig,
+    /// Take replicas that do not know their vocabulary size.
+    pub allow_unknown_vocabulary: bool,
+    /// Which addresses engines may have. Berth's own are added once they are bound.
+    pub egress: Egress,
+    /// Routing.
+    pub router: RouterConfig,
+    /// The stack.
+    pub stack: StackConfig,
+    /// Bytes of one message.
+    pub max_message_bytes: usize,
+    /// Streams of one connection.
+    pub max_streams: u32,
+    /// Calls in flight at a shutdown.
+    pub drain_timeout: Duration,
+    /// Log lines.
+    pub log_format: LogFormat,
+    /// What to log.
+    pub log: String,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 7700)),
+            admin_listen: SocketAddr::from(([127, 0, 0, 1], 7701)),
+            data_dir: Some(PathBuf::from("berth-data")),
+            store: SledOptions::default(),
+            fleet: FleetConfig::default(),
+            allow_unknown_vocabulary: false,
+            egress: Egress {
+                ports: vec![1024..=u16::MAX],
+                ..Egress::default()
+            },
+            router: RouterConfig::default(),
+            stack: StackConfig::default(),
+            max_message_bytes: 16 << 20,
+            max_streams: 4096,
+            drain_timeout: Duration::from_secs(30),
+            log_format: LogFormat::default(),
+            log: "info".to_owned(),
+        }
+    }
+}
+
+impl Config {
+    /// Fills in the defaults and checks.
+    ///
+    /// # Errors
+    /// Every fault, one a line.
+    pub fn resolve(options: Options) -> anyhow::Result<Self> {
+        let default = Self::default();
+        let mut faults = Vec::new();
+        let listen = options.listen.unwrap_or(default.listen);
+        let egress = Egress {
+            networks: options
+                .engine_networks
+                .map_or_else(Vec::new, |text| networks(&text, &mut faults)),
+            ports: options
+                .engine_ports
+                .map_or(default.egress.ports, |text| ports(&text, &mut faults)),
+            loopback: listen.ip().is_loopback(),
+            own: Vec::new(),
+        };
+        let config = Self {
+            listen,
+            admin_listen: options.admin_listen.unwrap_or(default.admin_listen),
+            data_dir: options.data_dir.or(default.data_dir),
+            store: SledOptions {
+                durability: match options.durability.unwrap_or_default() {
+                    DurabilityChoice::Fsync => Durability::Fsync,
+                    DurabilityChoice::Relaxed => Durability::Relaxed,
+                },
+                retention: options.retention.unwrap_or(default.store.retention),
+                max_result_bytes: options
+                    .max_result_bytes
+                    .unwrap_or(default.store.max_result_bytes),
+                tenant_quota: options.tenant_quota.unwrap_or(default.store.tenant_quota),
+                free_space_floor: options
+                    .free_space_floor
+                    .unwrap_or(default.store.free_space_floor),
+                accept_loss: options.accept_loss.unwrap_or(default.store.accept_loss),
+                ..default.store
+            },
+            fleet: FleetConfig {
+                lease: LeaseConfig {
+                    interval: options
+                        .heartbeat_interval
+                        .unwrap_or(default.fleet.lease.interval),
+                    ..default.fleet.lease
+                },
+                health: HealthConfig {
+                    hang_after: options
+                        .hang_after
+                        .unwrap_or(default.fleet.health.hang_after),
+                    slowest_prefill: options
+                        .slowest_prefill
+                        .unwrap_or(default.fleet.health.slowest_prefill),
+                    slowest_decode: options
+                        .slowest_decode
+                        .unwrap_or(default.fleet.health.slowest_decode),
+                    eject_after: options
+                        .eject_after
+                        .unwrap_or(default.fleet.health.eject_after),
+                    fence_after: options
+                        .fence_after
+                        .unwrap_or(default.fleet.health.fence_after),
+                    ..default.fleet.health
+                },
+                max_replicas: options.max_replicas.unwrap_or(default.fleet.max_replicas),
+                drain_grace: options.drain_grace.unwrap_or(default.fleet.drain_grace),
+                ..default.fleet
+            },
+            allow_unknown_vocabulary: options
+                .allow_unknown_vocabulary
+                .unwrap_or(default.allow_unknown_vocabulary),
+            egress,
+            router: RouterConfig {
+                load_factor: options.load_factor.unwrap_or(default.router.load_factor),
+                pin_ttl: options.pin_ttl.unwrap_or(default.router.pin_ttl),
+                max_pins: options.max_pins.unwrap_or(default.router.max_pins),
+                kv_admission: options
+                    .kv_admission
+                    .filter(|share| *share != 0.0)
+                    .map(|share| KvAdmission {
+                        share,
+                        wait: options
+                            .kv_admission_wait
+                            .unwrap_or(KvAdmission::default().wait),
+                    }),
+                moves: options
+                    .moves_per_minute
+                    .filter(|most| *most > 0)
+                    .map(|per_minute| {
+                        let default = MoveConfig::default();
+                        MoveConfig {
+                            per_minute,
+                            margin: options.move_margin.unwrap_or(default.margin),
+                            max_context: options.move_max_context.unwrap_or(default.max_context),
+                            ..default
+                        }
+                    }),
+                keyless_prefix: options
+                    .keyless_prefix
+                    .unwrap_or(default.router.keyless_prefix),
+                max_prefix_blocks: options
+                    .max_prefix_blocks
+                    .unwrap_or(default.router.max_prefix_blocks),
+                ..default.router
+            },
+            stack: StackConfig {
+                default_deadline: options
+                    .default_deadline
+                    .unwrap_or(default.stack.default_deadline),
+                grace: options.grace.unwrap_or(default.stack.grace),
+                max_attempts: options.max_attempts.unwrap_or(default.stack.max_attempts),
+                ..default.stack
+            },
+            max_message_bytes: options
+                .max_message_bytes
+                .unwrap_or(default.max_message_bytes),
+            max_streams: options.max_streams.unwrap_or(default.max_streams),
+            drain_timeout: options.drain_timeout.unwrap_or(default.drain_timeout),
+            log_format: options.log_format.unwrap_or(default.log_format),
+            log: options.log.unwrap_or(default.log),
+        };
+        faults.extend(config.faults());
+        if !faults.is_empty() {
+            bail!(
+                "the configuration is not usable:\n  {}",
+                faults.join("\n  ")
+            );
+        }
+        Ok(config)
+    }
+}
+
+/// Networks in a row; what is none is a fault.
+fn networks(text: &str, faults: &mut Vec<String>) -> Vec<IpNet> {
+    let mut networks = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        match part.parse() {
+            Ok(network) => networks.push(network),
+            Err(_) => faults.push(format!(
+                "engine-networks: {part:?} is no network as \"10.0.0.0/8\""
+            )),
+        }
+    }
+    networks
+}
+
+/// Ports and ranges of ports in a row; what is none is a fault.
+fn ports(text: &str, faults: &mut Vec<String>) -> Vec<RangeInclusive<u16>> {
+    let mut ranges = Vec::new();
+    for part in text.split(',').map(str::trim) {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        match (first.trim().parse(), last.trim().parse()) {
+            (Ok(first @ 1..), Ok(last)) if first <= last => ranges.push(first..=last),
+            _ => faults.push(format!(
+                "engine-ports: {part:?} is no port or range of ports as \"8000-8099\""
+            )),
+        }
+    }
+    ranges
+}
+/// Variables that begin with `BERTH_` and are none of `known`: misspelt, most
+/// likely. Those that Kubernetes puts into every pod beside a Service of the name
+/// `berth` are nobody's mistake.
+pub fn unknown_variables(variables: impl Iterator<Item = String>, known: &[String]) -> Vec<String> {
+    let mut unknown: Vec<String> = variables
+        .filter(|name| name.starts_with("BERTH_") && !known.contains(name))
+        .filter(|name| !name.starts_with("BERTH_SERVICE_") && !name.starts_with("BERTH_PORT"))
+        .collect();
+    unknown.sort();
+    unknown
+}

@@ -1,0 +1,73 @@
+use super::*;
+
+#[test]
+fn the_nearer_source_wins() {
+    let flags = Options {
+        max_pins: Some(1),
+        ..Options::default()
+    };
+    let file: Options =
+        toml::from_str("max-pins = 2\nmax-streams = 3\nheartbeat-interval = \"5s\"").unwrap();
+    let config = Config::resolve(flags.or(file)).unwrap();
+    assert_eq!(config.router.max_pins, 1);
+    assert_eq!(config.max_streams, 3);
+    assert_eq!(config.fleet.lease.interval, Duration::from_secs(5));
+    assert_eq!(config.listen, Config::default().listen);
+}
+
+#[test]
+fn an_unknown_key_is_an_error() {
+    let error = toml::from_str::<Options>("max-pin = 2").unwrap_err();
+    assert!(error.to_string().contains("max-pin"), "{error}");
+}
+
+#[test]
+fn all_faults_are_told_at_once() {
+    let options: Options = toml::from_str(
+        "listen = \"0.0.0.0:7700\"\nload-factor = 0.5\nmax-attempts = 0\ngrace = \"2days\"\n\
+         drain-grace = \"25h\"\nkv-admission = -1.0\nmoves-per-minute = 200000\n\
+         max-prefix-blocks = 0",
+    )
+    .unwrap();
+    let error = Config::resolve(options).unwrap_err().to_string();
+    for option in [
+        "listen",
+        "load-factor",
+        "max-attempts",
+        "grace",
+        "drain-grace",
+        "kv-admission",
+        "moves-per-minute",
+        "max-prefix-blocks",
+    ] {
+        assert!(error.contains(option), "{option} in {error}");
+    }
+}
+
+#[test]
+fn infinity_is_a_load_factor_and_nan_is_not() {
+    let with = |load_factor| {
+        Config::resolve(Options {
+            load_factor: Some(load_factor),
+            ..Options::default()
+        })
+    };
+    assert!(with(f64::INFINITY).is_ok());
+    assert!(with(f64::NAN).is_err());
+}
+
+#[test]
+fn misspelt_variables_are_found() {
+    let names = [
+        "BERTH_LISTEN",
+        "BERTH_LISTN",
+        "PATH",
+        "BERTH_SERVICE_HOST",
+        "BERTH_PORT_7700_TCP",
+    ]
+    .map(str::to_owned);
+    assert_eq!(
+        unknown_variables(names.into_iter(), &["BERTH_LISTEN".to_owned()]),
+        ["BERTH_LISTN"]
+    );
+}
