@@ -192,7 +192,7 @@ impl Router {
                     }
                     // Its home will take it again: the pin stays where it is.
                     Some(Home::Away(why)) => {
-                        self.least_in_flight(survey.by(Measure::InFlight)?, request, why)
+                        self.detour(survey.by(Measure::InFlight)?, request, key, why)
                     }
                     Some(Home::Gone(why)) => {
                         self.place(survey.by(Measure::Live)?, request, key, why)

@@ -29,6 +29,10 @@ const ADAPTER_QUEUE: u64 = 4;
 /// within this factor of the mean.
 const GROUP_BOUND: f64 = 1.25;
 
+/// A detour takes the same rank again with up to so many samples in flight there,
+/// or twice the mean of all.
+const DETOUR_QUEUE: u64 = 4;
+
 /// A rank is followed for a prefix with up to so many samples in flight, or twice
 /// the mean of all.
 const PREFIX_QUEUE: u64 = 4;
@@ -212,6 +216,25 @@ impl Router {
             expected: expected_cached(tokens, request.prompt_tokens, rank),
             ..Plan::cold(rank, RouteReason::Prefix, Act::Nothing)
         })
+    }
+
+    /// For a key whose home does not take it now: the first in the ring's order of
+    /// the key that is not much busier than others, so that the turns of one detour
+    /// meet on one rank and only the first of them is cold.
+    pub(super) fn detour<'f>(
+        &self,
+        field: &mut Field<'f>,
+        request: &RouteRequest<'_>,
+        key: PinKey,
+        reason: RouteReason,
+    ) -> Result<Plan<'f>, NoRoute> {
+        prefer_resident(field, request);
+        let twice = (2.0 * field.mean_with(request.samples)).max(field.least());
+        field.narrow(Out::Busier, |_, seat| {
+            seat.count <= DETOUR_QUEUE || seat.load <= twice
+        });
+        let rank = field.first(key.0).ok_or(NoRoute::NoneOpen)?;
+        Ok(Plan::cold(rank, reason, Act::Nothing))
     }
 
     /// Least in flight over weight; ties by the ring order of the request's id.

@@ -7,7 +7,10 @@ mod kv;
 mod moving;
 mod prefixes;
 
-use std::{collections::HashSet, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashSet, VecDeque},
+    sync::Arc,
+};
 
 use super::*;
 use crate::routing::{Hints, Needs, Siblings, pins::PinView};
@@ -376,6 +379,60 @@ async fn a_pause_is_a_detour_and_keeps_the_home() {
         .route(&fleet.snapshot, &request(&needs, Some(1)), now)
         .unwrap();
     assert_eq!((back.slot, back.reason), (home, RouteReason::Pinned));
+}
+
+/// The first turn of a detour is cold; the others find its history where it went,
+/// though others come and go.
+#[tokio::test(start_paused = true)]
+async fn the_turns_of_one_detour_meet_on_one_rank() {
+    let (mut fleet, router, needs) = (Fleet::new(8, 1), router(), needs());
+    let now = Instant::now();
+    let mut homes = Vec::new();
+    for key in 0..64 {
+        let at = router.route(&fleet.snapshot, &request(&needs, Some(key)), now);
+        homes.push(at.unwrap().slot);
+    }
+    let home = homes[0];
+    fleet.set(home.0, |r| r.state = RankState::Paused);
+    let mut away: Vec<BTreeSet<RankSlot>> = vec![BTreeSet::new(); 64];
+    let mut running = VecDeque::new();
+    for turn in 0..2000 {
+        let key = turn * 7 % 64;
+        let at = router
+            .route(&fleet.snapshot, &request(&needs, Some(key)), now)
+            .unwrap();
+        if homes[key as usize] == home {
+            assert_eq!(at.reason, RouteReason::Detour);
+            away[key as usize].insert(at.slot);
+        }
+        running.push_back(at);
+        if running.len() > 12 {
+            running.pop_front();
+        }
+    }
+    let detours: Vec<_> = away.iter().filter(|ranks| !ranks.is_empty()).collect();
+    assert!(detours.len() >= 4);
+    assert!(detours.iter().all(|ranks| ranks.len() == 1), "{detours:?}");
+    let ranks: BTreeSet<_> = detours.iter().flat_map(|ranks| ranks.iter()).collect();
+    assert!(ranks.len() > 1, "all went to one rank");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_detour_goes_round_a_busy_rank() {
+    let (mut fleet, router, needs) = (Fleet::new(4, 1), router(), needs());
+    let now = Instant::now();
+    let route = |fleet: &Fleet| {
+        router
+            .route(&fleet.snapshot, &request(&needs, Some(1)), now)
+            .unwrap()
+    };
+    let home = route(&fleet).slot;
+    fleet.set(home.0, |r| r.state = RankState::Paused);
+    let first = route(&fleet).slot;
+    let _busy: Vec<_> = (0..50)
+        .map(|_| fleet.ranks[first.0 as usize].load.take(1))
+        .collect();
+    assert_ne!(route(&fleet).slot, first);
 }
 
 #[tokio::test(start_paused = true)]
