@@ -558,7 +558,7 @@ impl World {
         });
         assert!(word.is_err());
         self.fleet.answered(&target, Some("9"), None);
-        self.fleet.failed(&target, Fault::Silent, None);
+        self.fleet.unanswered(&target);
         self.fleet.probed(&target, Probe::Failed);
         self.fleet.deregister(&id(replica), old);
         assert_eq!(*self.fleet.changes().borrow(), before);

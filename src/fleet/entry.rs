@@ -269,6 +269,13 @@ impl Entry {
         ranks.zip(self.slots.iter().map(|(_, load)| load))
     }
 
+    pub(super) fn load(&self, rank: u32) -> Option<Arc<RankLoad>> {
+        let mut loads = self.loads();
+        loads
+            .find(|(of, _)| *of == rank)
+            .map(|(_, load)| Arc::clone(load))
+    }
+
     fn is_paused(&self, rank: u32) -> bool {
         self.reports.get(&rank).is_some_and(|r| r.paused)
     }

@@ -171,6 +171,8 @@ pub(super) struct RankHealth {
     standing: Standing,
     word: Word,
     streak: Streak,
+    /// Aborts that got no answer, likewise.
+    unanswered: Streak,
     ejections: u32,
     trusted_since: Instant,
 }
@@ -178,11 +180,31 @@ pub(super) struct RankHealth {
 #[derive(Clone, Copy, Debug, Default)]
 struct Streak {
     failures: u32,
+    first: Option<Instant>,
     last: Option<Instant>,
     /// The first failure's request.
     evidence: Option<u64>,
     /// Of more than one.
     many: bool,
+}
+
+impl Streak {
+    /// One more. Returns whether these are enough.
+    fn grow(&mut self, evidence: Option<u64>, now: Instant, config: &HealthConfig) -> bool {
+        match self.last.map(|at| now.saturating_duration_since(at)) {
+            Some(gap) if gap >= STREAK_ENDS => *self = Self::default(),
+            Some(gap) if gap < ONE_CAUSE => return false,
+            _ => {}
+        }
+        self.failures += 1;
+        self.first = self.first.or(Some(now));
+        self.last = Some(now);
+        // What fails again and again by one request's doing says nothing of the
+        // rank.
+        self.many |= evidence.is_none() || self.evidence.is_some_and(|e| Some(e) != evidence);
+        self.evidence = self.evidence.or(evidence);
+        self.failures >= config.eject_after && self.many
+    }
 }
 
 /// Whether a rank takes requests, by its own health.
@@ -201,6 +223,7 @@ impl RankHealth {
             standing: Standing::Trusted,
             word: Word::Well,
             streak: Streak::default(),
+            unanswered: Streak::default(),
             ejections: 0,
             trusted_since: now,
         }
@@ -261,6 +284,12 @@ impl RankHealth {
     /// The data path got a whole answer.
     pub(super) fn succeeded(&mut self) {
         self.streak = Streak::default();
+        self.unanswered = Streak::default();
+    }
+
+    /// It answered an abort.
+    pub(super) fn aborted(&mut self) {
+        self.unanswered = Streak::default();
     }
 
     /// The data path got a failure. `evidence` names the request; `None`: it was
@@ -271,23 +300,26 @@ impl RankHealth {
         now: Instant,
         config: &HealthConfig,
     ) -> bool {
-        if self.standing != Standing::Trusted {
-            return false;
+        self.standing == Standing::Trusted && self.streak.grow(evidence, now, config)
+    }
+
+    /// An abort got no answer. `sign`: when any request of the rank last got
+    /// something, or when nobody could expect it: a rank that shows a sign of life
+    /// is late, not silent. Returns whether it is to be ejected for hanging.
+    pub(super) fn unanswered(
+        &mut self,
+        sign: Option<Instant>,
+        now: Instant,
+        config: &HealthConfig,
+    ) -> bool {
+        if self
+            .unanswered
+            .first
+            .is_some_and(|first| sign >= Some(first))
+        {
+            self.unanswered = Streak::default();
         }
-        let since = |at: Instant| now.saturating_duration_since(at);
-        match self.streak.last.map(since) {
-            Some(gap) if gap >= STREAK_ENDS => self.streak = Streak::default(),
-            Some(gap) if gap < ONE_CAUSE => return false,
-            _ => {}
-        }
-        let streak = &mut self.streak;
-        streak.failures += 1;
-        streak.last = Some(now);
-        // What fails again and again by one request's doing says nothing of the
-        // rank.
-        streak.many |= evidence.is_none() || streak.evidence.is_some_and(|e| Some(e) != evidence);
-        streak.evidence = streak.evidence.or(evidence);
-        streak.failures >= config.eject_after && streak.many
+        self.standing == Standing::Trusted && self.unanswered.grow(None, now, config)
     }
 
     /// Takes it out. Returns whether it was in. One that is out for its failures
@@ -322,6 +354,7 @@ impl RankHealth {
         };
         self.ejections = self.ejections.saturating_add(1);
         self.streak = Streak::default();
+        self.unanswered = Streak::default();
     }
 
     /// Time has passed; `ttl` is a lease's. Returns whether that changes anything.

@@ -30,8 +30,6 @@ pub enum Fault {
     Lost,
     /// The reply contradicts the request.
     BadReply,
-    /// An abort was not answered.
-    Silent,
 }
 
 /// A rank to be probed by a request.
@@ -105,29 +103,52 @@ impl Fleet {
         {
             return;
         }
-        let why = match fault {
-            Fault::Silent => Cause::Hangs,
-            Fault::Lost | Fault::BadReply => Cause::Failures,
-        };
         let model = Arc::clone(&entry.facts().model);
-        if why == Cause::Failures && !state.may_eject(&model) {
+        if !state.may_eject(&model) {
             warn!(%target, ?fault, "rank fails again and again, and stays: too many would be ejected");
             return;
         }
-        let Some(entry) = state.current(target) else {
-            return;
-        };
-        if let Some(health) = entry.health_mut(target.rank) {
-            health.eject(why, now, config);
-        }
-        if why == Cause::Hangs {
-            let of_rank = entry.loads().find(|(rank, _)| *rank == target.rank);
-            if let Some((_, load)) = of_rank {
-                load.watch().give_up();
-            }
+        if let Some(health) = state
+            .current(target)
+            .and_then(|e| e.health_mut(target.rank))
+        {
+            health.eject(Cause::Failures, now, config);
         }
         warn!(%target, ?fault, "rank is ejected");
         self.publish(&mut state);
+    }
+
+    /// This rank's server did not answer an abort: an engine that answers none
+    /// hangs, whoever asks.
+    pub fn unanswered(&self, target: &Target) {
+        let now = Instant::now();
+        let config = &self.config.health;
+        let mut state = self.lock();
+        let Some(entry) = state.current(target).filter(|entry| !is_over(entry)) else {
+            return;
+        };
+        let Some(load) = entry.load(target.rank) else {
+            return;
+        };
+        let sign = load.watch().last_heard();
+        let Some(health) = entry.health_mut(target.rank) else {
+            return;
+        };
+        if health.unanswered(sign, now, config) {
+            health.eject(Cause::Hangs, now, config);
+            load.watch().give_up();
+            warn!(%target, "rank is ejected: aborts get no answer there");
+            self.publish(&mut state);
+        }
+    }
+
+    /// This rank's server answered an abort.
+    pub fn aborted(&self, target: &Target) {
+        let mut state = self.lock();
+        let entry = state.current(target);
+        if let Some(health) = entry.and_then(|e| e.health_mut(target.rank)) {
+            health.aborted();
+        }
     }
 
     /// The server of this rank says that its engine is dead. Such a server lingers

@@ -94,6 +94,11 @@ impl Watch {
         self.at(&self.last_sign)
     }
 
+    /// The same, or when nobody could last expect it.
+    pub fn last_heard(&self) -> Option<Instant> {
+        self.last_sign().max(self.at(&self.excused))
+    }
+
     fn stamp(&self) -> u64 {
         let since = Instant::now().saturating_duration_since(self.epoch);
         u64::try_from(since.as_micros()).map_or(u64::MAX, |micros| micros.saturating_add(1))

@@ -498,6 +498,39 @@ async fn failures_eject_at_most_half_of_a_models_ranks() {
     assert_eq!(out, 5);
 }
 
+/// Hundreds of calls are given up at once, after this process itself stood still,
+/// say: some of their aborts are late, and the engine is at work all the time.
+#[tokio::test(start_paused = true)]
+async fn aborts_that_are_late_at_an_engine_that_works_or_answers_others_condemn_nobody() {
+    let fleet = fleet();
+    fleet.register(facts("a", "boot")).await.unwrap();
+    let at = target(&fleet, "a", 0);
+    let load = Arc::clone(&fleet.snapshot().ranks[0].load);
+    for _ in 0..20 {
+        for _ in 0..4 {
+            tokio::time::advance(Duration::from_secs(1)).await;
+            fleet.unanswered(&at);
+        }
+        load.watch().sign();
+        for _ in 0..4 {
+            tokio::time::advance(Duration::from_secs(1)).await;
+            fleet.unanswered(&at);
+        }
+        fleet.aborted(&at);
+        for _ in 0..4 {
+            tokio::time::advance(Duration::from_secs(1)).await;
+            fleet.unanswered(&at);
+        }
+        load.watch().excuse();
+    }
+    assert_eq!(fleet.standing(&at), Some(health::Standing::Trusted));
+    for _ in 0..5 {
+        tokio::time::advance(Duration::from_secs(1)).await;
+        fleet.unanswered(&at);
+    }
+    assert!(fleet.hangs_since(&at).is_some());
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_ill_rank_is_not_probed_since_a_message_to_a_dead_scheduler_hangs_all() {
     let fleet = fleet();
@@ -509,7 +542,7 @@ async fn an_ill_rank_is_not_probed_since_a_message_to_a_dead_scheduler_hangs_all
     let at = target(&fleet, "a", 0);
     for _ in 0..5 {
         tokio::time::advance(Duration::from_secs(1)).await;
-        fleet.failed(&at, Fault::Silent, None);
+        fleet.unanswered(&at);
     }
     assert!(fleet.hangs_since(&at).is_some());
     let say = |sequence, healthy| Beat {

@@ -29,7 +29,7 @@ use crate::{
     engine::{EngineClient, EngineError},
     error::{Error, Reason},
     failpoint::{self, Point},
-    fleet::{Fault, Fleet, facts::EngineKind},
+    fleet::{Fleet, facts::EngineKind},
     ids::{EngineRequestId, Target},
     stack::Engines,
 };
@@ -142,6 +142,7 @@ impl Fence {
                     return Ok(Fenced::Aborted);
                 }
                 Answer::Aborted => {
+                    self.fleet.aborted(target);
                     answered = true;
                     sleep(ABORT_AGAIN).await;
                 }
@@ -151,8 +152,7 @@ impl Fence {
                 }
                 Answer::Silent if begun.elapsed() >= PATIENCE => return Err(unknown(target)),
                 Answer::Silent => {
-                    // An engine that answers no abort hangs, whoever asks.
-                    self.fleet.failed(target, Fault::Silent, None);
+                    self.fleet.unanswered(target);
                     sleep(PAUSE).await;
                 }
             }
