@@ -10,12 +10,13 @@
 #[path = "support/process.rs"]
 mod process;
 
-use std::time::Duration;
+use std::{os::unix::fs::PermissionsExt, time::Duration};
 
 use berth::{
     engine::sim::{SimConfig, SimEngine, SimHandle},
     proto::{
-        SampleRequest, Sampling, TokenIds, sample_request::Prompt,
+        ListReplicasRequest, SampleRequest, Sampling, TokenIds,
+        fleet_service_client::FleetServiceClient, sample_request::Prompt,
         sampling_service_client::SamplingServiceClient,
     },
     sidecar::{Sidecar, SidecarConfig},
@@ -23,7 +24,7 @@ use berth::{
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, transport::Channel};
 
-use process::{Serve, berth, check};
+use process::{Process, Serve, berth, check};
 
 async fn client(serve: &Serve) -> SamplingServiceClient<Channel> {
     SamplingServiceClient::connect(serve.url.clone())
@@ -62,6 +63,59 @@ fn request(tokens: u32) -> SampleRequest {
         }),
         ..SampleRequest::default()
     }
+}
+
+/// A driver may take seconds to tell its GPUs, and may never: its ranks serve
+/// meanwhile, and what it tells later is registered.
+#[tokio::test]
+async fn a_slow_driver_holds_no_rank_up() {
+    let serve = Serve::start(&[]);
+    let engine = SimEngine::start(SimConfig::instant()).await.unwrap();
+    let bin = tempfile::tempdir().unwrap();
+    let driver = bin.path().join("nvidia-smi");
+    let tells = bin.path().join("tells");
+    let script = format!(
+        "#!/bin/sh\nuntil [ -e {} ]; do sleep 0.02; done\necho 'NVIDIA H200, 143771, GPU-7'\n",
+        tells.display()
+    );
+    std::fs::write(&driver, script).unwrap();
+    std::fs::set_permissions(&driver, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!(
+        "{}:{}",
+        bin.path().display(),
+        std::env::var("PATH").unwrap()
+    );
+    let sidecar = berth()
+        .args(["sidecar", "--control-plane", &serve.url])
+        .args(["--engine-url", &engine.url(), "--replica-id", "r"])
+        .env("PATH", path)
+        .spawn()
+        .unwrap();
+    let _sidecar = Process(sidecar);
+    let mut client = client(&serve).await;
+    let mut fleet = FleetServiceClient::connect(serve.url.clone())
+        .await
+        .unwrap();
+    let mut told = false;
+    for _ in 0..1000 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        if client.sample(request(1)).await.is_err() {
+            continue;
+        }
+        let asked = fleet.list_replicas(ListReplicasRequest::default()).await;
+        let replica = asked.unwrap().into_inner().replicas.remove(0);
+        let gpu = replica.accelerator.unwrap().name;
+        if !gpu.is_empty() {
+            assert!(told, "before the driver said so");
+            assert_eq!((gpu.as_str(), replica.incarnation), ("NVIDIA H200", 1));
+            return;
+        }
+        if !told {
+            std::fs::write(&tells, "").unwrap();
+            told = true;
+        }
+    }
+    panic!("it serves: {told}; and its GPU was never told");
 }
 
 #[test]

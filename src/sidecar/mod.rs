@@ -24,7 +24,8 @@ mod vllm;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use tokio::{sync::watch, time::MissedTickBehavior};
+use futures_util::FutureExt;
+use tokio::{sync::watch, task::JoinHandle, time::MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
 pub use self::config::{AcceleratorConfig, SidecarConfig, Timing};
@@ -86,6 +87,8 @@ pub struct Sidecar {
     engine: Engine,
     control: Control,
     gpus: Vec<accelerator::Gpu>,
+    /// The driver may take seconds to tell them: nothing waits for it.
+    asked: Option<JoinHandle<Vec<accelerator::Gpu>>>,
     status: watch::Sender<Status>,
     /// Only growing, over restarts of the sidecar too: it begins at the time.
     sequence: u64,
@@ -144,6 +147,7 @@ impl Sidecar {
             engine,
             control,
             gpus: Vec::new(),
+            asked: None,
             status: watch::Sender::new(status),
             sequence: SystemTime::now()
                 .duration_since(UNIX_EPOCH)
@@ -170,10 +174,7 @@ impl Sidecar {
     /// [`SidecarError::Stale`].
     pub async fn run(mut self, shutdown: CancellationToken) -> Result<(), SidecarError> {
         if self.config.accelerator.ask_driver {
-            self.gpus = tokio::select! {
-                gpus = accelerator::gpus() => gpus,
-                () = shutdown.cancelled() => return Ok(()),
-            };
+            self.asked = Some(tokio::spawn(accelerator::gpus()));
         }
         let mut phase = Phase::Waiting;
         loop {
@@ -282,6 +283,9 @@ impl Sidecar {
 
     /// One attempt, and the wait after one that failed.
     async fn register(&mut self, shutdown: &CancellationToken) -> Event {
+        if let Some(gpus) = told(&mut self.asked).now_or_never() {
+            self.gpus = gpus;
+        }
         if self.recheck {
             match self.refresh().await {
                 Found::Restarted => {
@@ -361,6 +365,13 @@ impl Sidecar {
             tokio::select! {
                 biased;
                 () = shutdown.cancelled() => return Event::Shutdown,
+                gpus = told(&mut self.asked) => {
+                    if gpus == self.gpus {
+                        continue;
+                    }
+                    self.gpus = gpus;
+                    return Event::FactsChanged;
+                }
                 _ = ticks.tick() => {}
             }
             let state = match self.look().await {
@@ -542,6 +553,16 @@ impl Sidecar {
             () = tokio::time::sleep(wait) => false,
         }
     }
+}
+
+/// What the driver tells, once; waits for ever where it is not asked, or was heard.
+async fn told(asked: &mut Option<JoinHandle<Vec<accelerator::Gpu>>>) -> Vec<accelerator::Gpu> {
+    let Some(answer) = asked else {
+        return std::future::pending().await;
+    };
+    let gpus = answer.await.unwrap_or_default();
+    *asked = None;
+    gpus
 }
 
 /// From 0 to below 1.
