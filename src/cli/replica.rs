@@ -104,6 +104,10 @@ fn page(r: &Replica) -> String {
         "FOUND",
     ];
     text.push_str(&table::render(&head, &rows));
+    for rank in r.ranks.iter().filter(|rank| !rank.not_routable.is_empty()) {
+        let why = table::plain(&rank.not_routable);
+        text.push_str(&format!("\nrank {} takes no new work: {why}\n", rank.rank));
+    }
     text
 }
 

@@ -87,8 +87,15 @@ pub struct RankStatus {
     pub reported: Option<RankReport>,
     /// Weights, the last word.
     pub weight_version: Arc<str>,
+    /// Why no new requests may be sent, in one phrase; `None`: they may.
+    pub not_routable: Option<&'static str>,
+}
+
+impl RankStatus {
     /// New requests may be sent.
-    pub routable: bool,
+    pub fn routable(&self) -> bool {
+        self.not_routable.is_none()
+    }
 }
 
 /// The judgement of a replica.
@@ -569,7 +576,11 @@ impl Entry {
                 verified: load.verified().view(),
                 reported: self.reports.get(&facts.rank).cloned(),
                 weight_version: self.weights_of(facts.rank),
-                routable: health != Health::Dead && self.rank_state(facts.rank) == RankState::Open,
+                not_routable: match self.rank_state(facts.rank) {
+                    _ if health == Health::Dead => Some("its replica is dead"),
+                    RankState::Open => None,
+                    state => Some(state.text()),
+                },
             })
             .collect();
         ReplicaStatus {

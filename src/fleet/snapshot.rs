@@ -44,6 +44,19 @@ pub enum RankState {
     Drained,
 }
 
+impl RankState {
+    /// For people, in one phrase.
+    pub fn text(&self) -> &'static str {
+        match self {
+            Self::Open => "it takes requests",
+            Self::PinnedOnly => "it drains and takes no new work",
+            Self::Drained => "it drains, and its keys move",
+            Self::Paused => "generation is paused",
+            Self::Closed(why) | Self::Ejected(why) => why,
+        }
+    }
+}
+
 /// What runs on a rank and lives there, by this process's own count.
 #[derive(Debug, Default)]
 pub struct RankLoad {

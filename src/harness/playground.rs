@@ -145,7 +145,7 @@ impl Playground {
         loop {
             let ready = fleet
                 .get(id)
-                .is_some_and(|status| status.ranks.iter().all(|rank| rank.routable));
+                .is_some_and(|status| status.ranks.iter().all(|rank| rank.routable()));
             if ready {
                 return Ok(());
             }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     call::RouteReason,
-    fleet::snapshot::{RankState, RankView, Snapshot},
+    fleet::snapshot::{RankView, Snapshot},
     ids::Target,
 };
 
@@ -155,13 +155,7 @@ fn passed_over(
             let lack = request.needs.lack(rank);
             return lack.map_or_else(String::new, |lack| lack.to_string());
         }
-        Out::State => match rank.state {
-            RankState::Open => "it takes requests",
-            RankState::PinnedOnly => "it drains and takes no new work",
-            RankState::Drained => "it drains, and its keys move",
-            RankState::Paused => "generation is paused",
-            RankState::Closed(why) | RankState::Ejected(why) => why,
-        },
+        Out::State => rank.state.text(),
         Out::Avoided => "the request has just failed here",
         Out::NoAdapter => "the adapter is not in memory here, and is elsewhere",
         Out::KvFull => {

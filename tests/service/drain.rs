@@ -117,6 +117,10 @@ async fn a_drain_lets_turns_finish_takes_nothing_new_and_moves_each_key_once() {
         let drained = drain(&cluster, "r0", 3600).await.unwrap();
         assert_eq!(drained.health(), ReplicaHealth::Draining);
         assert!(!drained.ranks[0].routable);
+        assert_eq!(
+            drained.ranks[0].not_routable,
+            "it drains and takes no new work"
+        );
         assert_eq!(drained.ranks[0].in_flight, 2);
         // New keys and keyless requests go elsewhere, though r0 is no busier.
         let keyless = join_all((20..26).map(|i| {

@@ -93,7 +93,7 @@ async fn an_engine_that_dies_leaves_routing_and_comes_back_as_a_new_incarnation(
     let fleet = &cluster.playground.server().parts().fleet;
     eventually("it is back as a new start", async || {
         fleet.get(&"r0".into_id()).is_some_and(|now| {
-            now.incarnation > before.incarnation && now.ranks.iter().all(|r| r.routable)
+            now.incarnation > before.incarnation && now.ranks.iter().all(|r| r.routable())
         })
     })
     .await;
@@ -290,7 +290,7 @@ async fn a_sidecar_restarted_again_and_again_is_taken_each_time() {
         let incarnation = status.borrow().incarnation.unwrap();
         eventually("it is routable", async || {
             fleet.get(&"s".into_id()).is_some_and(|s| {
-                s.incarnation.0 == incarnation && s.ranks.iter().all(|r| r.routable)
+                s.incarnation.0 == incarnation && s.ranks.iter().all(|r| r.routable())
             })
         })
         .await;

@@ -384,7 +384,7 @@ async fn a_dead_rank_behind_a_living_server_gets_nothing_and_neither_does_a_dead
             .fleet
             .get(&ranks[0].replica);
         replica.is_some_and(|r| {
-            r.health == berth::fleet::Health::Unhealthy && r.ranks.iter().all(|r| !r.routable)
+            r.health == berth::fleet::Health::Unhealthy && r.ranks.iter().all(|r| !r.routable())
         })
     })
     .await;

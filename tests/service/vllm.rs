@@ -311,7 +311,7 @@ async fn a_pause_is_seen_and_weights_are_known() {
     eventually("its ranks are paused", async || {
         fleet
             .get(&id)
-            .is_some_and(|s| s.ranks.iter().all(|r| !r.routable))
+            .is_some_and(|s| s.ranks.iter().all(|r| !r.routable()))
     })
     .await;
     engine.set_weight_version("7", false);
@@ -498,7 +498,7 @@ async fn a_replica_may_have_a_server_for_each_rank() {
     eventually("three ranks are routable", async || {
         fleet
             .get(&id)
-            .is_some_and(|s| s.ranks.iter().filter(|r| r.routable).count() == 3)
+            .is_some_and(|s| s.ranks.iter().filter(|r| r.routable()).count() == 3)
     })
     .await;
     let mut ranks = BTreeSet::new();
@@ -521,7 +521,7 @@ async fn a_replica_may_have_a_server_for_each_rank() {
         let dead = request(&ids(9, 16), 1);
         fleet
             .get(&id)
-            .is_none_or(|s| s.ranks.iter().all(|r| !r.routable))
+            .is_none_or(|s| s.ranks.iter().all(|r| !r.routable()))
             || cluster.sample(dead).await.is_err()
     })
     .await;

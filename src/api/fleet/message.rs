@@ -91,7 +91,8 @@ fn rank(status: RankStatus) -> proto::FleetRank {
         live_pin_tokens: status.live_tokens,
         in_flight: status.in_flight,
         reported: status.reported.map(report),
-        routable: status.routable,
+        routable: status.not_routable.is_none(),
+        not_routable: status.not_routable.unwrap_or_default().to_owned(),
         weight_version,
         affinity: match status.verified.affinity {
             Affinity::Unknown => proto::RankAffinity::Unspecified,

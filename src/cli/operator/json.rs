@@ -91,6 +91,7 @@ fn rank(r: &proto::FleetRank) -> Value {
     json!({
         "rank": r.rank,
         "routable": r.routable,
+        "not_routable": r.not_routable,
         "weight_version": r.weight_version,
         "kv_capacity_tokens": r.kv_capacity_tokens,
         "live_pins": r.live_pins,

@@ -29,7 +29,7 @@ async fn one_that_is_silent_then_is_unverified_until_its_first_beat() {
         assert!(closed(&fleet), "{:?}", states(&fleet));
         let shown = fleet.get(&ReplicaId::new("a")).unwrap();
         assert!(shown.reason.contains("restart"), "{}", shown.reason);
-        assert!(shown.ranks.iter().all(|rank| !rank.routable));
+        assert!(shown.ranks.iter().all(|rank| !rank.routable()));
     }
     fleet.beat(beat("a", me, 1)).unwrap();
     assert_eq!(health(&fleet, "a"), Health::Healthy);
