@@ -81,6 +81,29 @@ async fn last(stream: &mut Streaming<SampleStreamResponse>) -> SampleResponse {
     }
 }
 
+/// Its API takes no number of samples: each is a request of its own.
+#[tokio::test]
+async fn all_samples_that_are_asked_for_come_back() {
+    let cluster = Cluster::start(2, two_ranks()).await;
+    let prompt = ids(1, 50);
+    let mut asked = request(&prompt, 5);
+    asked.num_samples = Some(8);
+    asked.sampling.as_mut().unwrap().seed = Some(100);
+    let response = cluster.sample(asked).await.unwrap();
+    assert_eq!(response.samples.len(), 8);
+    for (sample, seed) in response.samples.iter().zip(100..) {
+        let tokens = berth::engine::sim::tokens::expected(&prompt, seed, 5, VOCAB);
+        assert_eq!(sample.token_ids, tokens);
+    }
+    let mut calls: Vec<String> = Vec::new();
+    for engine in cluster.engines() {
+        calls.extend(engine.history().into_iter().map(|record| record.rid.to_string()));
+    }
+    assert_eq!(calls.len(), 8);
+    assert_eq!(calls.iter().collect::<BTreeSet<_>>().len(), 8);
+    cluster.stop().await;
+}
+
 #[tokio::test]
 async fn trajectories_keep_their_rank_and_its_cache() {
     let cluster = Cluster::start(2, two_ranks()).await;
