@@ -25,7 +25,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
-    engine::http::{HttpClient, HttpError},
+    engine::{
+        egress::Egress,
+        http::{HttpClient, HttpError},
+    },
     fleet::{Fleet, probe::port_refuses, restart::Found},
     ids::ReplicaId,
     routing::{HINT_TTL, PinKey, Router, pins::PinView},
@@ -89,8 +92,8 @@ impl Keeper {
         let answered = self
             .fleet
             .restore(recalled.replicas, |urls| {
-                let http = http.clone();
-                async move { find(&http, urls).await }
+                let (http, egress) = (http.clone(), Arc::clone(self.fleet.egress()));
+                async move { find(&http, &egress, urls).await }
             })
             .await;
         let (now, wall) = (Instant::now(), SystemTime::now());
@@ -270,14 +273,16 @@ fn same(old: &ReplicaNote, new: &ReplicaNote) -> bool {
 }
 
 /// Asks every address of a replica whether it serves.
-async fn find(http: &HttpClient, urls: Vec<Arc<str>>) -> Found {
+async fn find(http: &HttpClient, egress: &Egress, urls: Vec<Arc<str>>) -> Found {
     let mut found = Found::Answers;
     for url in urls {
         let asked = http.call(Method::GET, &url, "/health", None, 1 << 16, ASK);
         match asked.await {
             Ok((status, _, _)) if !status.is_server_error() => {}
             Ok(_) => found = Found::Silent,
-            Err(HttpError::Refused(_)) if port_refuses(&url).await => return Found::Refuses,
+            Err(HttpError::Refused(_)) if port_refuses(&url, egress).await => {
+                return Found::Refuses;
+            }
             Err(_) => found = Found::Silent,
         }
     }

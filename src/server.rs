@@ -76,7 +76,7 @@ impl Server {
         let mut egress = config.egress.clone();
         egress.own = vec![grpc_address, admin_address];
         let egress = Arc::new(egress);
-        let fleet = Fleet::new(config.fleet, Arc::clone(&store));
+        let fleet = Fleet::within(config.fleet, Arc::clone(&store), Arc::clone(&egress));
         let router = Arc::new(Router::new(RouterConfig {
             keep_changes: true,
             ..config.router

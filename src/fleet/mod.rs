@@ -43,6 +43,7 @@ pub use passive::{Fault, Trial};
 use snapshot::{RankLoad, RankSlot, RankState, RankView, ReplicaView, Snapshot};
 
 use crate::{
+    engine::egress::Egress,
     error::{Error, Reason},
     ids::{Incarnation, ReplicaId, Target},
     store::Store,
@@ -121,6 +122,7 @@ pub struct Heard {
 pub struct Fleet {
     config: FleetConfig,
     store: Arc<dyn Store>,
+    egress: Arc<Egress>,
     state: Mutex<State>,
     snapshot: ArcSwap<Snapshot>,
     changed: watch::Sender<u64>,
@@ -150,9 +152,15 @@ const LOOK_EVERY: u32 = 8;
 impl Fleet {
     /// An empty one.
     pub fn new(config: FleetConfig, store: Arc<dyn Store>) -> Arc<Self> {
+        Self::within(config, store, Arc::default())
+    }
+
+    /// One that asks no port but what may be called.
+    pub fn within(config: FleetConfig, store: Arc<dyn Store>, egress: Arc<Egress>) -> Arc<Self> {
         Arc::new(Self {
             config,
             store,
+            egress,
             state: Mutex::default(),
             snapshot: ArcSwap::default(),
             changed: watch::channel(0).0,
@@ -162,6 +170,11 @@ impl Fleet {
     /// As it was made.
     pub fn config(&self) -> &FleetConfig {
         &self.config
+    }
+
+    /// What may be called.
+    pub(crate) fn egress(&self) -> &Arc<Egress> {
+        &self.egress
     }
 
     /// The fleet as it is.

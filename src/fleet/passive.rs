@@ -243,7 +243,7 @@ impl Fleet {
         };
         let (fleet, target) = (Arc::clone(self), target.clone());
         tokio::spawn(async move {
-            let refused = probe::port_refuses(&url).await;
+            let refused = probe::port_refuses(&url, &fleet.egress).await;
             if let Some(entry) = fleet.lock().current(&target) {
                 entry.probing = false;
             }
