@@ -707,5 +707,6 @@ async fn incarnations_do_not_run_backwards_over_a_restart() {
 }
 
 mod drain;
+mod probing;
 mod restart;
 mod said_dead;

@@ -97,7 +97,12 @@ async fn all_samples_that_are_asked_for_come_back() {
     }
     let mut calls: Vec<String> = Vec::new();
     for engine in cluster.engines() {
-        calls.extend(engine.history().into_iter().map(|record| record.rid.to_string()));
+        calls.extend(
+            engine
+                .history()
+                .into_iter()
+                .map(|record| record.rid.to_string()),
+        );
     }
     assert_eq!(calls.len(), 8);
     assert_eq!(calls.iter().collect::<BTreeSet<_>>().len(), 8);
