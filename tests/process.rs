@@ -75,8 +75,9 @@ async fn a_slow_driver_holds_no_rank_up() {
     let driver = bin.path().join("nvidia-smi");
     let tells = bin.path().join("tells");
     let script = format!(
-        "#!/bin/sh\nuntil [ -e {} ]; do sleep 0.02; done\necho 'NVIDIA H200, 143771, GPU-7'\n",
-        tells.display()
+        "#!/bin/sh\nuntil [ -e {} ]; do [ -d {} ] || exit; sleep 0.02; done\necho 'NVIDIA H200, 143771, GPU-7'\n",
+        tells.display(),
+        bin.path().display()
     );
     std::fs::write(&driver, script).unwrap();
     std::fs::set_permissions(&driver, std::fs::Permissions::from_mode(0o755)).unwrap();

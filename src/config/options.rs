@@ -124,12 +124,12 @@ pub struct Options {
     #[arg(long, env = "BERTH_MAX_PINS", value_name = "N")]
     pub max_pins: Option<usize>,
 
-    /// New trajectories wait while no rank has room: the contexts that live on a rank may fill
-    /// this share of its KV cache, as 1.0. 0: they do not wait. [default: 0]
+    /// Trajectories wait while no rank has room for them: the contexts that live on a rank may
+    /// fill this share of its KV cache, as 1.0. 0: they do not wait. [default: 0]
     #[arg(long, env = "BERTH_KV_ADMISSION", value_name = "SHARE")]
     pub kv_admission: Option<f64>,
 
-    /// A new trajectory that has waited for room so long is taken all the same. [default: 2m]
+    /// A trajectory that has waited for room so long is taken all the same. [default: 5m]
     #[arg(long, env = "BERTH_KV_ADMISSION_WAIT", value_name = "TIME", value_parser = time)]
     #[serde(default, deserialize_with = "time_option")]
     pub kv_admission_wait: Option<Duration>,

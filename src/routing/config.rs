@@ -22,8 +22,7 @@ pub struct RouterConfig {
     /// Changes of pins are remembered for
     /// [`Router::changed_pins`](super::Router::changed_pins).
     pub keep_changes: bool,
-    /// New trajectories wait for room in some rank's KV cache. `None`: they do
-    /// not.
+    /// Trajectories wait for room in some rank's KV cache. `None`: they do not.
     pub kv_admission: Option<KvAdmission>,
     /// Keys move off a rank whose queue costs more than their history. `None`:
     /// never.
@@ -36,22 +35,36 @@ pub struct RouterConfig {
     pub max_prefix_blocks: usize,
 }
 
-/// When new trajectories wait.
+/// New trajectories are let in up to so much of the share: those that live there
+/// are to have room to grow, or some would have to leave at once.
+const ENTRY: f64 = 0.9;
+
+/// When trajectories wait for room: new ones, and those whose rank has none left for
+/// them beside the others that live there.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KvAdmission {
     /// The contexts of a rank's live trajectories, a new one's included, may fill
-    /// so much of its KV capacity. Above 0.
+    /// so much of its KV capacity; new ones are let in up to nine tenths of that.
+    /// Above 0.
     pub share: f64,
     /// A trajectory that has waited for so long is taken all the same: it is late,
     /// never lost.
     pub wait: Duration,
 }
 
+impl KvAdmission {
+    /// The share up to which new ones are let in.
+    pub(super) fn entry(&self) -> f64 {
+        ENTRY * self.share
+    }
+}
+
 impl Default for KvAdmission {
     fn default() -> Self {
         Self {
             share: 1.0,
-            wait: Duration::from_secs(120),
+            // Shorter than the deadline of calls that bring none.
+            wait: Duration::from_secs(300),
         }
     }
 }

@@ -1,29 +1,44 @@
-//! The lines in which new trajectories wait for room in some KV cache: one a
-//! model, first come, first served. Only the first of a line looks for room.
+//! The lines in which trajectories wait for room in some KV cache: one a model.
+//! Those that have begun stand before new ones, so that what is begun is finished;
+//! otherwise first come, first served. Only the first of a line looks for room.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
 };
 
-use tokio::sync::{Mutex as FairMutex, MutexGuard as FairGuard, Notify};
+use tokio::sync::Notify;
 
 /// All lines that somebody stands in.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
-    lines: Mutex<HashMap<Arc<str>, Arc<Line>>>,
+    lines: Mutex<HashMap<Arc<str>, Line>>,
     waiting: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
 struct Line {
-    waiting: AtomicUsize,
-    /// Tokio's mutex is fair.
-    front: FairMutex<()>,
-    room: Notify,
+    next: u64,
+    waiting: BTreeMap<Place, Arc<Notify>>,
+}
+
+/// Where somebody stands: the least is the first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Place {
+    begun: Begun,
+    number: u64,
+}
+
+/// Whether a trajectory has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Begun {
+    /// It had room before.
+    Yes,
+    /// It is new.
+    No,
 }
 
 /// A place in a line, left when this is dropped.
@@ -31,19 +46,28 @@ struct Line {
 pub struct InLine {
     lines: Arc<Lines>,
     model: Arc<str>,
-    line: Arc<Line>,
+    place: Place,
+    bell: Arc<Notify>,
 }
 
 impl Lines {
-    pub(super) fn join(self: &Arc<Self>, model: &Arc<str>) -> InLine {
-        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let line = Arc::clone(lines.entry(Arc::clone(model)).or_default());
-        line.waiting.fetch_add(1, Ordering::Relaxed);
+    pub(super) fn join(self: &Arc<Self>, model: &Arc<str>, begun: Begun) -> InLine {
+        let mut lines = self.lock();
+        let line = lines.entry(Arc::clone(model)).or_default();
+        let place = Place {
+            begun,
+            number: line.next,
+        };
+        line.next += 1;
+        let bell = Arc::new(Notify::new());
+        line.waiting.insert(place, Arc::clone(&bell));
         self.waiting.fetch_add(1, Ordering::Relaxed);
+        drop(lines);
         InLine {
             lines: Arc::clone(self),
             model: Arc::clone(model),
-            line,
+            place,
+            bell,
         }
     }
 
@@ -52,9 +76,8 @@ impl Lines {
         if self.waiting.load(Ordering::Relaxed) == 0 {
             return 0;
         }
-        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let line = lines.get(model);
-        line.map_or(0, |line| line.waiting.load(Ordering::Relaxed))
+        let lines = self.lock();
+        lines.get(model).map_or(0, |line| line.waiting.len())
     }
 
     /// There may be room now.
@@ -62,44 +85,51 @@ impl Lines {
         if self.waiting.load(Ordering::Relaxed) == 0 {
             return;
         }
-        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        for line in lines.values() {
-            line.room.notify_one();
+        for line in self.lock().values() {
+            line.ring();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Arc<str>, Line>> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Line {
+    fn ring(&self) {
+        if let Some((_, bell)) = self.waiting.first_key_value() {
+            bell.notify_one();
         }
     }
 }
 
 impl InLine {
-    /// Until this is the first in its line.
-    pub async fn front(&self) -> Front<'_> {
-        Front {
-            line: &self.line,
-            _guard: self.line.front.lock().await,
-        }
+    /// Nobody stands before it.
+    pub fn is_first(&self) -> bool {
+        let lines = self.lines.lock();
+        let first = lines
+            .get(&self.model)
+            .and_then(|line| line.waiting.first_key_value());
+        first.is_some_and(|(place, _)| *place == self.place)
+    }
+
+    /// Until it may be worth a look: it has become the first, or is, and there may
+    /// be room.
+    pub async fn news(&self) {
+        self.bell.notified().await;
     }
 }
 
 impl Drop for InLine {
     fn drop(&mut self) {
-        let lines = &self.lines;
-        let mut all = lines.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        lines.waiting.fetch_sub(1, Ordering::Relaxed);
-        if self.line.waiting.fetch_sub(1, Ordering::Relaxed) == 1 {
-            all.remove(&self.model);
+        let mut lines = self.lines.lock();
+        self.lines.waiting.fetch_sub(1, Ordering::Relaxed);
+        if let Some(line) = lines.get_mut(&self.model) {
+            line.waiting.remove(&self.place);
+            line.ring();
+            if line.waiting.is_empty() {
+                lines.remove(&self.model);
+            }
         }
-    }
-}
-
-/// The first in a line; the next one is when this is dropped.
-#[derive(Debug)]
-pub struct Front<'a> {
-    line: &'a Line,
-    _guard: FairGuard<'a, ()>,
-}
-
-impl Front<'_> {
-    /// Until there may be room.
-    pub async fn room(&self) {
-        self.line.room.notified().await;
     }
 }

@@ -32,7 +32,7 @@ pub mod ring;
 
 pub use config::{HINT_TTL, KvAdmission, RouterConfig};
 pub use explain::{Candidate, Explanation, Outcome};
-pub use line::{Front, InLine};
+pub use line::InLine;
 pub use moves::{MoveConfig, PrefillCost};
 pub use needs::{Lack, Needs};
 pub use pins::PinKey;

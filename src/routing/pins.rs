@@ -93,6 +93,14 @@ pub(super) struct Pinned {
     pub(super) adapter: u64,
 }
 
+/// A pin as a decision sees it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen {
+    pub(super) at: Pinned,
+    /// It counts as load on its rank.
+    pub(super) live: bool,
+}
+
 /// One pin.
 #[derive(Debug)]
 pub(super) struct Pin {
@@ -123,6 +131,13 @@ impl Pin {
 
     pub(super) fn last_used(&self) -> Instant {
         self.last_used
+    }
+
+    pub(super) fn seen(&self) -> Seen {
+        Seen {
+            at: self.at,
+            live: self.is_live(),
+        }
     }
 
     pub(super) fn is_live(&self) -> bool {

@@ -15,14 +15,15 @@ use std::{
 
 use tokio::time::Instant;
 
+use self::place::keeps;
 use super::{
-    config::RouterConfig,
+    config::{KvAdmission, RouterConfig},
     field::{Field, Measure},
     groups::Groups,
     line::Lines,
     moves::{Budget, MoveConfig, Queued},
     needs::Lack,
-    pins::{Pin, PinKey, PinTable, Pinned},
+    pins::{Pin, PinKey, PinTable, Pinned, Seen},
     prefix::Prefixes,
     request::{Decision, NoRoute, RouteRequest},
 };
@@ -100,6 +101,9 @@ enum Home<'f> {
     Here(Plan<'f>),
     /// So it does, and the queue there is so long that a move may pay.
     Busy(Plan<'f>, MoveConfig, Duration),
+    /// So it would, and its KV cache has no room for this trajectory beside those
+    /// that live there.
+    Full(Plan<'f>, KvAdmission),
     /// Not now, and it will again.
     Away(RouteReason),
     /// Never again.
@@ -141,7 +145,7 @@ impl Router {
         if let Some(key) = key {
             let mut shard = self.pins.shard(key);
             if let Some(pin) = shard.get_mut(key)
-                && let Home::Here(plan) = self.home(fleet, request, pin.at, now)
+                && let Home::Here(plan) = self.home(fleet, request, pin.seen(), now)
             {
                 pin.touch(now, &plan.rank.load, request.prompt_tokens);
                 return Ok(self.decide(&plan, request));
@@ -153,14 +157,30 @@ impl Router {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         // Again: another turn of this key may have been placed meanwhile.
-        let plan = self.plan(fleet, model, request, self.pinned(key), now, &mut None)?;
+        let plan = self.plan(fleet, model, request, self.pinned(key), now, &mut None);
+        if let (Err(NoRoute::KvFull), Some(key)) = (&plan, key) {
+            self.park(key);
+        }
+        let plan = plan?;
         self.commit(&plan, request, key, now);
         Ok(self.decide(&plan, request))
     }
 
-    pub(super) fn pinned(&self, key: Option<PinKey>) -> Option<Pinned> {
+    pub(super) fn pinned(&self, key: Option<PinKey>) -> Option<Seen> {
         let key = key?;
-        self.pins.shard(key).get(key).map(|pin| pin.at)
+        self.pins.shard(key).get(key).map(Pin::seen)
+    }
+
+    /// It waits for room: until it has some its KV is for others.
+    fn park(&self, key: PinKey) {
+        if let Some(pin) = self.pins.shard(key).get_mut(key)
+            && pin.is_live()
+        {
+            pin.idle();
+        } else {
+            return;
+        }
+        self.lines.room();
     }
 
     /// What the request comes to. `field` is left as the decision saw it, where it
@@ -170,7 +190,7 @@ impl Router {
         fleet: &'f Snapshot,
         model: &'f ModelView,
         request: &RouteRequest<'_>,
-        pinned: Option<Pinned>,
+        pinned: Option<Seen>,
         now: Instant,
         field: &mut Option<Field<'f>>,
     ) -> Result<Plan<'f>, NoRoute> {
@@ -190,6 +210,13 @@ impl Router {
                         });
                         Ok(away.unwrap_or(stay))
                     }
+                    Some(Home::Full(stay, admission)) => self.room_elsewhere(
+                        survey.by(Measure::Live)?,
+                        request,
+                        key,
+                        &stay,
+                        admission,
+                    ),
                     // Its home will take it again: the pin stays where it is.
                     Some(Home::Away(why)) => {
                         self.detour(survey.by(Measure::InFlight)?, request, key, why)
@@ -233,9 +260,10 @@ impl Router {
         &self,
         fleet: &'f Snapshot,
         request: &RouteRequest<'_>,
-        pin: Pinned,
+        seen: Seen,
         now: Instant,
     ) -> Home<'f> {
+        let pin = seen.at;
         if request.avoid.contains(&pin.slot) {
             return Home::Gone(RouteReason::ReplicaLost);
         }
@@ -269,6 +297,12 @@ impl Router {
             act: Act::Stay,
             grouped: false,
         };
+        if let Some(admission) = self.config.kv_admission
+            && !self.has_waited(request, &admission)
+            && (self.gets_in_line(request, Some(seen)) || !keeps(rank, request, seen, &admission))
+        {
+            return Home::Full(plan, admission);
+        }
         match self.config.moves {
             Some(moves) if self.may_move(&moves, pin, now) => {
                 let wait = rank.load.queue().length();
@@ -280,6 +314,19 @@ impl Router {
             }
             _ => Home::Here(plan),
         }
+    }
+
+    /// It has waited for room as long as anybody does.
+    pub(super) fn has_waited(&self, request: &RouteRequest<'_>, admission: &KvAdmission) -> bool {
+        let waited = request.hints.waited;
+        waited.is_some_and(|waited| waited >= admission.wait)
+    }
+
+    /// Others wait for room, and it neither does yet nor counts as one that has some.
+    pub(super) fn gets_in_line(&self, request: &RouteRequest<'_>, pin: Option<Seen>) -> bool {
+        request.hints.waited.is_none()
+            && !pin.is_some_and(|pin| pin.live)
+            && self.lines.waiting(&request.needs.model) > 0
     }
 
     fn may_move(&self, moves: &MoveConfig, pin: Pinned, now: Instant) -> bool {

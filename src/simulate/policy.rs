@@ -27,8 +27,9 @@ struct Known {
     name: &'static str,
     about: &'static str,
     routing: RoutingPolicy,
-    /// What stands behind the colon, of those that take a number, unless told.
-    number: Option<f64>,
+    /// What stands behind the colon, of those that take a number, unless told; and
+    /// the least that may.
+    number: Option<(f64, f64)>,
     /// Sets the router up, with that number.
     configure: fn(&mut RouterConfig, f64),
 }
@@ -46,7 +47,7 @@ const KNOWN: [Known; 8] = [
         name: "bounded_hash",
         about: "sticky, consistent hashing with bounded loads",
         routing: RoutingPolicy::Affinity,
-        number: Some(1.25),
+        number: Some((1.25, 1.0)),
         configure: |router, factor| router.load_factor = factor,
     },
     Known {
@@ -58,9 +59,9 @@ const KNOWN: [Known; 8] = [
     },
     Known {
         name: "kv_admission",
-        about: "affinity, and new keys wait while no rank has room for them",
+        about: "affinity, and keys wait while no rank has room for them",
         routing: RoutingPolicy::Affinity,
-        number: Some(1.0),
+        number: Some((1.0, 0.01)),
         configure: |router, share| {
             router.kv_admission = Some(KvAdmission {
                 share,
@@ -72,7 +73,7 @@ const KNOWN: [Known; 8] = [
         name: "moves",
         about: "affinity, and keys leave a rank whose queue costs more than their history",
         routing: RoutingPolicy::Affinity,
-        number: Some(60.0),
+        number: Some((60.0, 1.0)),
         configure: |router, per_minute| {
             #[expect(
                 clippy::cast_possible_truncation,
@@ -112,7 +113,7 @@ const KNOWN: [Known; 8] = [
 impl Policy {
     /// All that there are, the default first.
     pub fn all() -> Vec<Self> {
-        let plain = |known: &Known| Self::of(known, known.name, known.number);
+        let plain = |known: &Known| Self::of(known, known.name, known.number.map(|n| n.0));
         KNOWN.iter().map(plain).collect()
     }
 
@@ -143,11 +144,11 @@ impl FromStr for Policy {
             format!("there is no policy {name:?}, only {}", names.join(", "))
         })?;
         let number = match (known.number, number) {
-            (default, None) => default,
+            (default, None) => default.map(|(number, _)| number),
             (None, Some(_)) => return Err(format!("{name} takes no number")),
-            (Some(_), Some(number)) => match number.parse::<f64>() {
-                Ok(number) if number >= 1.0 => Some(number),
-                _ => return Err(format!("{number:?} is no number of at least 1")),
+            (Some((_, least)), Some(number)) => match number.parse::<f64>() {
+                Ok(number) if number >= least => Some(number),
+                _ => return Err(format!("{number:?} is no number of at least {least}")),
             },
         };
         Ok(Self::of(known, text, number))
@@ -166,7 +167,14 @@ mod tests {
         assert_eq!(Policy::all()[0].router, RouterConfig::default());
         let tighter: Policy = "bounded_hash:1.1".parse().unwrap();
         assert!((tighter.router.load_factor - 1.1).abs() < 1e-9);
-        for wrong in ["", "best", "hash:2", "bounded_hash:0.5", "bounded_hash:nan"] {
+        for wrong in [
+            "",
+            "best",
+            "hash:2",
+            "bounded_hash:0.5",
+            "bounded_hash:nan",
+            "kv_admission:0",
+        ] {
             assert!(wrong.parse::<Policy>().is_err(), "{wrong}");
         }
     }

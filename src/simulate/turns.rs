@@ -21,7 +21,7 @@ use crate::{
     },
     fleet::snapshot::{LoadTicket, RankSlot},
     ids::{AffinityKey, Tenant},
-    routing::{Hints, Needs, PinKey, RouteRequest, moves::Queued},
+    routing::{self, Hints, Needs, NoRoute, PinKey, RouteRequest, moves::Queued},
 };
 
 /// A request that a rank has.
@@ -33,6 +33,14 @@ pub(super) struct Placed {
     _ticket: LoadTicket,
     /// Its prompt waits to be computed while this lives.
     queued: Option<Queued>,
+}
+
+/// A session that waits for room in some KV cache.
+pub(super) struct InLine {
+    session: usize,
+    since: u64,
+    /// As the router sees it.
+    place: routing::InLine,
 }
 
 /// A session that has begun.
@@ -98,6 +106,34 @@ impl World<'_> {
 
     /// A rank for a session's request. `avoid`: where it has just failed.
     pub(super) fn dispatch(&mut self, session: usize, avoid: &[RankSlot]) -> Result<(), Stuck> {
+        match self.try_dispatch(session, avoid, None)? {
+            Ok(()) => {}
+            Err(NoRoute::KvFull) => {
+                let wait = self.policy.router.kv_admission.unwrap_or_default().wait;
+                self.plan(self.clock.saturating_add(nanos(wait)), Plan::Room);
+                let key = self.sessions[session].key;
+                self.line.push(InLine {
+                    session,
+                    since: self.clock,
+                    place: self.router.wait_for_room(&MODEL.into(), key),
+                });
+                // It may have left its rank to others.
+                self.let_in()?;
+            }
+            Err(_) => {
+                self.stranded.insert(session);
+            }
+        }
+        Ok(())
+    }
+
+    /// The same. `waited`: in line for room, for so long.
+    fn try_dispatch(
+        &mut self,
+        session: usize,
+        avoid: &[RankSlot],
+        waited: Option<Duration>,
+    ) -> Result<Result<(), NoRoute>, Stuck> {
         let now = self.now();
         let live = &mut self.sessions[session];
         let turn = &self.trace.sessions[session].turns[live.turn];
@@ -115,12 +151,17 @@ impl World<'_> {
             needs: &needs,
             policy: self.policy.routing,
             avoid,
-            hints: Hints::default(),
+            hints: Hints {
+                waited,
+                ..Hints::default()
+            },
         };
-        let Ok(decision) = self.router.route(self.fleet.snapshot(), &request, now) else {
-            live.attempts -= 1;
-            self.stranded.insert(session);
-            return Ok(());
+        let decision = match self.router.route(self.fleet.snapshot(), &request, now) {
+            Ok(decision) => decision,
+            Err(none) => {
+                live.attempts -= 1;
+                return Ok(Err(none));
+            }
         };
         let Some(lane) = self.fleet.rank_of(decision.slot) else {
             return Err(self.failed("the router chose a rank that is gone".to_owned()));
@@ -154,7 +195,7 @@ impl World<'_> {
         for event in self.lanes[lane].submit(self.clock, job, text, turn.output) {
             self.take(event)?;
         }
-        Ok(())
+        Ok(Ok(()))
     }
 
     /// Tries again what found no rank.
@@ -162,7 +203,31 @@ impl World<'_> {
         for session in std::mem::take(&mut self.stranded) {
             self.dispatch(session, &[])?;
         }
-        Ok(())
+        self.let_in()
+    }
+
+    /// Those who wait for room, in the router's order.
+    pub(super) fn let_in(&mut self) -> Result<(), Stuck> {
+        let longest = nanos(self.policy.router.kv_admission.unwrap_or_default().wait);
+        let clock = self.clock;
+        loop {
+            let tries = |waits: &InLine| {
+                waits.place.is_first() || clock.saturating_sub(waits.since) >= longest
+            };
+            let Some(next) = self.line.iter().position(tries) else {
+                return Ok(());
+            };
+            let session = self.line[next].session;
+            let waited = Duration::from_nanos(clock.saturating_sub(self.line[next].since));
+            match self.try_dispatch(session, &[], Some(waited))? {
+                Err(NoRoute::KvFull) => return Ok(()),
+                Ok(()) => {}
+                Err(_) => {
+                    self.stranded.insert(session);
+                }
+            }
+            self.line.remove(next);
+        }
     }
 
     /// Takes the requests that ranks have away from them, to be sent again.

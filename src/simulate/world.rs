@@ -27,7 +27,7 @@ use super::{
     outcome::{Effect, Outcome, TurnDone},
     policy::Policy,
     trace::Trace,
-    turns::Live,
+    turns::{InLine, Live},
 };
 use crate::{fleet::snapshot::RankSlot, routing::Router};
 
@@ -69,6 +69,8 @@ pub(super) enum Plan {
     Resume(usize),
     /// A session's next turn.
     Send(usize),
+    /// Somebody has waited for room as long as anybody does.
+    Room,
     /// A rank's step ends, unless it came to nothing.
     Step { lane: usize, epoch: u64 },
 }
@@ -94,6 +96,8 @@ pub(super) struct World<'a> {
     pub(super) woken: BTreeSet<usize>,
     /// Sessions whose request no rank takes now.
     pub(super) stranded: BTreeSet<usize>,
+    /// Sessions that wait for room.
+    pub(super) line: Vec<InLine>,
     /// Ranks that died, with the event; and those that came back.
     pub(super) gone: HashMap<RankSlot, usize>,
     pub(super) returned: BTreeSet<usize>,
@@ -156,6 +160,7 @@ impl<'a> World<'a> {
             jobs: 0,
             woken: BTreeSet::new(),
             stranded: BTreeSet::new(),
+            line: Vec::new(),
             gone: HashMap::new(),
             returned: BTreeSet::new(),
             drained_by: vec![None; shape.replicas],
@@ -213,6 +218,7 @@ impl<'a> World<'a> {
         if to >= self.next_sweep {
             self.router.sweep(self.now());
             self.next_sweep = to - to % SWEEP + SWEEP;
+            self.unstrand()?;
         }
         Ok(())
     }
@@ -223,6 +229,7 @@ impl<'a> World<'a> {
                 self.ask(session);
                 self.dispatch(session, &[])
             }
+            Plan::Room => self.let_in(),
             Plan::Step { lane, epoch } => {
                 if self.lanes[lane].epoch != epoch {
                     return Ok(());
@@ -263,12 +270,12 @@ impl<'a> World<'a> {
     }
 
     fn stuck(&self) -> Stuck {
-        if self.stranded.is_empty() {
+        if self.stranded.is_empty() && self.line.is_empty() {
             return self.failed("it stands still with requests waiting".to_owned());
         }
         Stuck::NoRank {
             at: Duration::from_nanos(self.clock),
-            waiting: self.stranded.len(),
+            waiting: self.stranded.len() + self.line.len(),
         }
     }
 

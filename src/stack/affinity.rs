@@ -274,7 +274,7 @@ where
         }
     }
 
-    /// Waits in line until some rank has room for this new trajectory, as long as
+    /// Waits in line until some rank has room for this trajectory, as long as
     /// anybody waits for the generation; after the longest wait it is taken all the
     /// same. Returns why there is no rank when that is for another reason.
     async fn wait_for_room(
@@ -287,25 +287,27 @@ where
         let generation = &resolved.work.generation;
         let longest = self.router.config().kv_admission.unwrap_or_default().wait;
         let begun = Instant::now();
-        let place = self.router.wait_for_room(&resolved.needs.model);
+        let key = asked.key();
+        let place = self.router.wait_for_room(&resolved.needs.model, key);
         self.counters.waits_for_kv.one();
-        let front = generation.unless_stopped(place.front()).await?;
         let mut changes = self.fleet.changes();
         loop {
             changes.borrow_and_update();
             let waited = begun.elapsed();
-            match self.choose_now(asked, samples, avoid, Some(waited)) {
-                Err(NoRoute::KvFull) => {}
-                chosen => {
-                    if waited >= longest && chosen.is_ok() {
-                        self.counters.waits_for_kv_in_vain.one();
+            if place.is_first() || waited >= longest {
+                match self.choose_now(asked, samples, avoid, Some(waited)) {
+                    Err(NoRoute::KvFull) => {}
+                    chosen => {
+                        if waited >= longest && chosen.is_ok() {
+                            self.counters.waits_for_kv_in_vain.one();
+                        }
+                        return Ok(chosen);
                     }
-                    return Ok(chosen);
                 }
             }
             let news = async {
                 tokio::select! {
-                    () = front.room() => {}
+                    () = place.news() => {}
                     // The fleet's end is the generation's, too.
                     _ = changes.changed() => {}
                     () = tokio::time::sleep(longest.saturating_sub(waited)) => {}

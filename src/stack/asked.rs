@@ -40,6 +40,11 @@ impl<'a> Asked<'a> {
         }
     }
 
+    /// The trajectory's pin.
+    pub(crate) fn key(&self) -> Option<PinKey> {
+        self.key
+    }
+
     /// One question.
     pub(crate) fn request<'r>(
         &'r self,

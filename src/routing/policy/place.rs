@@ -15,7 +15,7 @@ use crate::{
         field::{Field, Out, as_f64},
         groups::Share,
         moves::MoveConfig,
-        pins::PinKey,
+        pins::{PinKey, Seen},
         prefix::BLOCK,
         request::{NoRoute, RouteRequest, Siblings},
     },
@@ -47,17 +47,34 @@ impl Router {
         let Some(admission) = self.config.kv_admission else {
             return Ok(());
         };
-        let waited = request.hints.waited;
-        if waited.is_some_and(|waited| waited >= admission.wait) {
+        if self.has_waited(request, &admission) {
             return Ok(());
         }
-        let others = waited.is_none() && self.lines.waiting(&request.needs.model) > 0;
-        let room = |rank: &RankView| has_room(rank, request, admission.share);
+        let others = self.gets_in_line(request, None);
+        let room = |rank: &RankView| has_room(rank, request, admission.entry());
         if others || !field.left().any(|(rank, _)| room(rank)) {
             field.pass_over(Out::KvFull, |rank, _| others || !room(rank));
             return Err(NoRoute::KvFull);
         }
         Ok(())
+    }
+
+    /// A trajectory that its home has no room for: wherever there is some its history
+    /// is computed anew, as at home by the time there is room again.
+    pub(super) fn room_elsewhere<'f>(
+        &self,
+        field: &mut Field<'f>,
+        request: &RouteRequest<'_>,
+        key: PinKey,
+        home: &Plan<'f>,
+        admission: KvAdmission,
+    ) -> Result<Plan<'f>, NoRoute> {
+        let home = home.rank.slot;
+        field.narrow(Out::KvFull, |rank, _| {
+            rank.slot != home && has_room(rank, request, admission.entry())
+        });
+        self.admit(field, request)?;
+        self.place(field, request, key, RouteReason::Overload)
     }
 
     /// The new-key rule: the least loaded rank, or the key's home while it is not
@@ -111,11 +128,8 @@ impl Router {
         let shares = request.hints.group.is_some_and(|group| group.share);
         // Plain consistent hashing follows nothing but the hash.
         if factor.is_finite() {
-            let share = self.config.kv_admission.unwrap_or(KvAdmission {
-                share: 1.0,
-                wait: Duration::ZERO,
-            });
-            field.narrow(Out::KvFull, |rank, _| has_room(rank, request, share.share));
+            let share = self.config.kv_admission.map_or(1.0, |a| a.entry());
+            field.narrow(Out::KvFull, |rank, _| has_room(rank, request, share));
         }
         if let Some(group) = request.hints.group
             && (shares || factor.is_finite())
@@ -274,6 +288,29 @@ fn prefer_resident(field: &mut Field<'_>, request: &RouteRequest<'_>) {
     if lightest <= ADAPTER_QUEUE || lightest * ranks <= 2 * all {
         field.narrow(Out::NoAdapter, |rank, _| resident(rank));
     }
+}
+
+/// Whether the rank keeps a trajectory that lives there, or has room again for one
+/// that was idle or waited. While the contexts outgrow the cache, those below the
+/// mean leave one after the other, each at a turn of its own: they are computed
+/// again soonest.
+pub(super) fn keeps(
+    rank: &RankView,
+    request: &RouteRequest<'_>,
+    pin: Seen,
+    admission: &KvAdmission,
+) -> bool {
+    let share = if pin.live {
+        admission.share
+    } else {
+        admission.entry()
+    };
+    let load = &rank.load;
+    let mine = if pin.live { pin.at.counted } else { 0 };
+    let others = load.live_tokens().saturating_sub(u64::from(mine));
+    let wanted = u64::from(request.prompt_tokens.max(pin.at.tokens));
+    let fits = as_f64(others + wanted) <= share * as_f64(rank.facts.kv_capacity);
+    fits || others == 0 || (pin.live && wanted * load.live_pins() > others + wanted)
 }
 
 /// Whether the contexts that live there, with this one, fit into so much of the KV

@@ -9,7 +9,7 @@ use crate::{
     fleet::snapshot::{RankSlot, Snapshot},
     routing::{
         config::HINT_TTL,
-        line::InLine,
+        line::{Begun, InLine},
         pins::{Pin, PinKey, PinView, Pinned},
         request::Siblings,
     },
@@ -72,9 +72,14 @@ impl Router {
 
     /// A place in the line of those who wait for room among the ranks of `model`:
     /// after [`NoRoute::KvFull`](super::NoRoute::KvFull). While anybody stands in
-    /// it, new keys get in line behind.
-    pub fn wait_for_room(&self, model: &Arc<str>) -> InLine {
-        self.lines.join(model)
+    /// it, others get in line behind; a `key` that has a pin stands before those
+    /// that have none.
+    pub fn wait_for_room(&self, model: &Arc<str>, key: Option<PinKey>) -> InLine {
+        let begun = match self.pinned(key) {
+            Some(_) => Begun::Yes,
+            None => Begun::No,
+        };
+        self.lines.join(model, begun)
     }
 
     /// Where `key` lives.
