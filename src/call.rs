@@ -372,6 +372,44 @@ pub enum RouteReason {
     Prefix,
 }
 
+impl RouteReason {
+    /// All of them.
+    pub const ALL: [Self; 13] = [
+        Self::Pinned,
+        Self::NewKey,
+        Self::NoKey,
+        Self::ReplicaLost,
+        Self::Draining,
+        Self::Overload,
+        Self::Weights,
+        Self::Random,
+        Self::RoundRobin,
+        Self::LeastLoaded,
+        Self::Detour,
+        Self::Group,
+        Self::Prefix,
+    ];
+
+    /// Its name in logs and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Pinned => "pinned",
+            Self::NewKey => "new_key",
+            Self::NoKey => "no_key",
+            Self::ReplicaLost => "replica_lost",
+            Self::Draining => "draining",
+            Self::Overload => "overload",
+            Self::Weights => "weights",
+            Self::Random => "random",
+            Self::RoundRobin => "round_robin",
+            Self::LeastLoaded => "least_loaded",
+            Self::Detour => "detour",
+            Self::Group => "group",
+            Self::Prefix => "prefix",
+        }
+    }
+}
+
 /// One try of one sample.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttemptReceipt {
@@ -404,6 +442,34 @@ pub enum AttemptFailure {
     Weights,
     /// The engine did not have the adapter.
     Adapter,
+}
+
+impl AttemptFailure {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::Refused,
+        Self::Busy,
+        Self::Lost,
+        Self::Aborted,
+        Self::BadReply,
+        Self::Silent,
+        Self::Weights,
+        Self::Adapter,
+    ];
+
+    /// Its name in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Refused => "refused",
+            Self::Busy => "busy",
+            Self::Lost => "lost",
+            Self::Aborted => "ended_early",
+            Self::BadReply => "bad_reply",
+            Self::Silent => "silent",
+            Self::Weights => "other_weights",
+            Self::Adapter => "without_adapter",
+        }
+    }
 }
 
 /// What log probabilities are taken from.

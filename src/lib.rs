@@ -22,3 +22,4 @@ pub mod sidecar;
 pub mod simulate;
 pub mod stack;
 pub mod store;
+pub mod telemetry;

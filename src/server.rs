@@ -16,7 +16,6 @@ use tower_http::{
     catch_panic::CatchPanicLayer,
     request_id::{MakeRequestUuid, PropagateRequestIdLayer, SetRequestIdLayer},
     sensitive_headers::SetSensitiveRequestHeadersLayer,
-    trace::TraceLayer,
 };
 use tracing::{info, warn};
 
@@ -42,6 +41,7 @@ use crate::{
     routing::{Router, RouterConfig},
     stack::{self, Engines, Parts, deadline::TakeTimeout},
     store::{OwnerId, Store, memory::MemoryStore, sled::SledStore},
+    telemetry::{self, metrics::Metrics, rpc::Observed},
 };
 
 /// How often idle pins are looked for.
@@ -93,6 +93,7 @@ impl Server {
             },
             running: Arc::default(),
             counters: Arc::default(),
+            metrics: Arc::new(Metrics::new(config.measured)),
             poison: Arc::default(),
             tasks: TaskTracker::new(),
             closing: CancellationToken::new(),
@@ -197,7 +198,9 @@ async fn serve(
     tokio::spawn(Arc::clone(&parts.fleet).keep(stop.clone()));
     tokio::spawn(stack::trials::keep(parts.clone(), stop.clone()));
     tokio::spawn(sweep_pins(Arc::clone(&parts.router), stop.clone()));
-    tokio::spawn(admin::serve(admin, drain.clone(), stop.clone()));
+    let registry = telemetry::registry(&parts, Arc::clone(&config.spans));
+    let page = admin::Page::new(registry, Arc::clone(&parts.store), drain.clone());
+    tokio::spawn(admin::serve(admin, page, stop.clone()));
 
     let (health, health_service) = tonic_health::server::health_reporter();
     health
@@ -245,12 +248,8 @@ async fn serve(
         // One id for a request, in logs and in the answer; a client may bring it.
         .layer(SetRequestIdLayer::new(REQUEST_ID, MakeRequestUuid))
         .layer(PropagateRequestIdLayer::new(REQUEST_ID))
-        .layer(
-            TraceLayer::new_for_grpc()
-                .on_failure(())
-                .on_response(())
-                .on_eos(()),
-        )
+        // Outside of all that may refuse: a refusal counts too.
+        .layer_fn(|inner| Observed::new(inner, Arc::clone(&parts.metrics)))
         // The stack keeps the deadline: see `listen`.
         .layer_fn(TakeTimeout::new)
         .service(routes);

@@ -10,4 +10,5 @@ pub mod replica;
 pub mod sampling;
 pub mod status;
 mod stream;
+mod told;
 mod write;

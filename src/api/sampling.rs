@@ -3,13 +3,12 @@
 use std::{sync::Arc, time::Duration};
 
 use tonic::{Request, Response, Status};
-use tower_http::request_id::RequestId;
-use tracing::{Instrument, info, info_span};
 
 use super::{
     explain, lookup,
     read::{self, Context},
     stream::{self, EventStream, Form},
+    told::Untold,
     write,
 };
 use crate::{
@@ -17,15 +16,13 @@ use crate::{
     ids::{AffinityKey, Tenant},
     proto::{self, sampling_service_server::SamplingService},
     routing::PinKey,
-    stack::{self, Parts, Stack, deadline::CallerDeadline, follow::Follower, generation::Finished},
+    stack::{self, Parts, Stack, deadline::CallerDeadline, follow::Follower},
+    telemetry::{method::Method, rpc::request_id},
 };
 
 /// A stream is silent for at most so long: proxies cut calls that are silent for
 /// longer, the strictest after some 15 s.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
-
-/// Characters of a request id that are kept.
-const MAX_REQUEST_ID: usize = 256;
 
 /// The service.
 pub struct Sampling {
@@ -38,52 +35,14 @@ impl Sampling {
     pub fn new(stack: Stack, parts: Parts) -> Self {
         Self { stack, parts }
     }
-
-    async fn sample(&self, call: crate::call::SampleCall) -> Result<Finished, Error> {
-        let ticket = stack::open(&self.stack, call).await?;
-        ticket.finished().await
-    }
 }
 
 fn context<T>(request: &Request<T>) -> Context {
     let extensions = request.extensions();
-    // A client may bring the id; one that would not stand well in a log line is
-    // cut down to what does.
-    let request_id: String = extensions
-        .get::<RequestId>()
-        .and_then(|id| id.header_value().to_str().ok())
-        .unwrap_or_default()
-        .chars()
-        .filter(char::is_ascii_graphic)
-        .take(MAX_REQUEST_ID)
-        .collect();
     Context {
         tenant: Tenant::default(),
-        request_id: Arc::from(request_id),
+        request_id: request_id(extensions),
         deadline: extensions.get::<CallerDeadline>().map(|d| d.0),
-    }
-}
-
-/// The line that tells what became of a request: ids, counts and reasons, never
-/// a prompt, a completion or a key.
-pub(super) fn log(outcome: Result<&Finished, &Error>) {
-    match outcome {
-        Ok(finished) => {
-            let samples = &finished.completion.samples;
-            let route = samples.first().map(|s| &s.route);
-            info!(
-                samples = samples.len(),
-                prompt_tokens = samples.first().map_or(0, |s| s.usage.prompt_tokens),
-                cached_tokens = samples.first().map_or(0, |s| s.usage.cached_tokens),
-                completion_tokens = samples.iter().map(|s| s.usage.completion_tokens).sum::<u32>(),
-                target = ?route.map(|r| &r.target),
-                reason = ?route.map(|r| r.reason),
-                attempts = samples.iter().map(|s| s.route.attempts.len()).sum::<usize>(),
-                replayed = finished.replayed,
-                "sampled"
-            );
-        }
-        Err(error) => info!(reason = error.reason.name(), message = %error, "refused"),
     }
 }
 
@@ -95,21 +54,21 @@ impl SamplingService for Sampling {
     ) -> Result<Response<proto::SampleResponse>, Status> {
         let context = context(&request);
         let request_id = Arc::clone(&context.request_id);
-        let span = info_span!("sample", %request_id);
         let call = read::call(request.into_inner(), context);
         let (packed, keyed) = (call.params.packed_output, call.idempotency_key.is_some());
-        async {
-            let outcome = self.sample(call).await;
-            log(outcome.as_ref());
-            Ok(Response::new(write::response(
-                &outcome?,
-                packed,
-                keyed,
-                &request_id,
-            )))
+        let mut untold = Untold::new(&self.parts.fleet, Method::Sample, &call);
+        let sampled = async {
+            let ticket = stack::open(&self.stack, call).await?;
+            untold.follows(ticket.follow());
+            ticket.finished().await
+        };
+        let sampled = sampled.await;
+        match &sampled {
+            Ok(finished) => untold.answered(finished),
+            Err(error) => untold.refused(error),
         }
-        .instrument(span)
-        .await
+        let response = write::response(&sampled?, packed, keyed, &request_id);
+        Ok(Response::new(response))
     }
 
     type SampleStreamStream = EventStream;
@@ -120,17 +79,18 @@ impl SamplingService for Sampling {
     ) -> Result<Response<EventStream>, Status> {
         let context = context(&request);
         let request_id = Arc::clone(&context.request_id);
-        let span = info_span!("sample_stream", %request_id);
         let call = read::call(request.into_inner(), context);
+        let mut untold = Untold::new(&self.parts.fleet, Method::SampleStream, &call);
         let form = Form {
             packed: call.params.packed_output,
             keyed: call.idempotency_key.is_some(),
             request_id,
         };
-        let opened = stack::open(&self.stack, call).instrument(span).await;
-        let ticket = opened.inspect_err(|error| log(Err(error)))?;
+        let opened = stack::open(&self.stack, call).await;
+        let ticket = opened.inspect_err(|error| untold.refused(error))?;
+        untold.follows(ticket.follow());
         let follower = Follower::new(ticket, SIGN_OF_LIFE);
-        Ok(Response::new(stream::events(follower, form)))
+        Ok(Response::new(stream::events(follower, form, untold)))
     }
 
     async fn get_sample(

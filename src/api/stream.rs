@@ -6,9 +6,8 @@ use std::{pin::Pin, sync::Arc};
 use futures_util::{Stream, stream};
 use tonic::Status;
 
-use super::{sampling::log, write};
+use super::{told::Untold, write};
 use crate::{
-    error::Error,
     proto::{self, sample_stream_response::Event as Wire},
     stack::follow::{Event, Follower},
 };
@@ -24,18 +23,20 @@ pub(super) struct Form {
     pub(super) request_id: Arc<str>,
 }
 
-pub(super) fn events(follower: Follower, form: Form) -> EventStream {
+pub(super) fn events(follower: Follower, form: Form, untold: Untold) -> EventStream {
     Box::pin(stream::unfold(
-        (follower, form),
-        |(mut follower, form)| async move {
+        (follower, form, untold),
+        |(mut follower, form, mut untold)| async move {
             let event = follower.next().await?;
+            match &event {
+                Ok(Event::Final(finished)) => untold.answered(finished),
+                Err(error) => untold.refused(error),
+                Ok(_) => {}
+            }
             let message = event
                 .map(|event| message(event, &form))
-                .map_err(|error: Error| {
-                    log(Err(&error));
-                    Status::from(error)
-                });
-            Some((message, (follower, form)))
+                .map_err(Status::from);
+            Some((message, (follower, form, untold)))
         },
     ))
 }
@@ -69,15 +70,12 @@ fn message(event: Event, form: &Form) -> proto::SampleStreamResponse {
             keep,
         }),
         Event::Alive => Wire::Alive(proto::Alive {}),
-        Event::Final(finished) => {
-            log(Ok(&finished));
-            Wire::Final(write::response(
-                &finished,
-                form.packed,
-                form.keyed,
-                &form.request_id,
-            ))
-        }
+        Event::Final(finished) => Wire::Final(write::response(
+            &finished,
+            form.packed,
+            form.keyed,
+            &form.request_id,
+        )),
     };
     proto::SampleStreamResponse { event: Some(event) }
 }

@@ -104,20 +104,13 @@ struct LogArgs {
     log: String,
 }
 
-/// Sets up logging, once for the process, to standard error.
+/// Sets up logging of a subcommand, once for the process, to standard error.
 ///
 /// # Errors
 /// When `filter` is none.
 fn log(format: crate::config::LogFormat, filter: &str) -> anyhow::Result<()> {
-    use crate::config::LogFormat;
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::try_new(filter)?)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .with_writer(std::io::stderr);
-    match format {
-        LogFormat::Human => builder.init(),
-        LogFormat::Json => builder.json().flatten_event(true).init(),
-    }
+    // Without a collector there is nothing to flush.
+    let _ = crate::telemetry::logs::Logs::init(format, filter, None)?;
     Ok(())
 }
 

@@ -9,6 +9,7 @@ use crate::{
     config::{Config, Options, unknown_variables},
     failpoint,
     server::{Server, drain_on_signals},
+    telemetry::logs::Logs,
 };
 
 /// Options.
@@ -44,18 +45,21 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Some(path) => Options::from_file(path)?,
         None => Options::default(),
     };
-    let config = Config::resolve(args.options.or(file))?;
+    let mut config = Config::resolve(args.options.or(file))?;
     if args.check_config {
         println!("{config:#?}");
         return Ok(());
     }
-    super::log(config.log_format, &config.log)?;
+    let logs = Logs::init(config.log_format, &config.log, config.otlp.as_ref())?;
+    config.spans = logs.spans();
     if let Ok(said) = std::env::var(failpoint::VARIABLE) {
         failpoint::arm(&said).map_err(anyhow::Error::msg)?;
     }
     let server = Server::start(config).await?;
     drain_on_signals(server.drain_token())?;
-    server.ended().await
+    let ended = server.ended().await;
+    logs.flush().await;
+    ended
 }
 
 /// The variables that any subcommand knows.

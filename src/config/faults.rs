@@ -27,6 +27,25 @@ impl Config {
             self.listen != self.admin_listen || self.listen.port() == 0,
             format!("listen and admin-listen are both {}", self.listen),
         );
+        if let Some(otlp) = &self.otlp {
+            let url = otlp.endpoint.parse::<http::Uri>();
+            let is_one = url.is_ok_and(|url| {
+                url.scheme_str() == Some("http") && url.port().is_some() && url.query().is_none()
+            });
+            check(
+                is_one,
+                "otlp-endpoint: must be a collector's OTLP/gRPC URL as \"http://127.0.0.1:4317\"; \
+                 for TLS, run a collector beside"
+                    .to_owned(),
+            );
+            check(
+                (0.0..=1.0).contains(&otlp.sample_ratio),
+                format!(
+                    "otlp-sample-ratio: is {}, must be from 0 to 1",
+                    otlp.sample_ratio
+                ),
+            );
+        }
         let mut within = |option: &str, value: Duration, least: Duration, most: Duration| {
             check(
                 (least..=most).contains(&value),

@@ -3,7 +3,7 @@
 //! in the file and unknown `BERTH_*` variables are errors; everything is checked
 //! before a port is bound, and all faults are told at once.
 
-use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
+use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::bail;
 use ipnet::IpNet;
@@ -14,6 +14,7 @@ use crate::{
     routing::{KvAdmission, MoveConfig, RouterConfig},
     stack::StackConfig,
     store::sled::{Durability, SledOptions},
+    telemetry::otlp::{OtlpConfig, SpanCounts},
 };
 
 mod faults;
@@ -54,6 +55,12 @@ pub struct Config {
     pub log_format: LogFormat,
     /// What to log.
     pub log: String,
+    /// Where traces go; `None`: nowhere.
+    pub otlp: Option<OtlpConfig>,
+    /// Measure. No option: for a benchmark of what it costs.
+    pub measured: bool,
+    /// What became of the process's spans. Shared with who sends them.
+    pub spans: Arc<SpanCounts>,
 }
 
 impl Default for Config {
@@ -76,6 +83,9 @@ impl Default for Config {
             drain_timeout: Duration::from_secs(30),
             log_format: LogFormat::default(),
             log: "info".to_owned(),
+            otlp: None,
+            measured: true,
+            spans: Arc::default(),
         }
     }
 }
@@ -200,6 +210,11 @@ impl Config {
             drain_timeout: options.drain_timeout.unwrap_or(default.drain_timeout),
             log_format: options.log_format.unwrap_or(default.log_format),
             log: options.log.unwrap_or(default.log),
+            otlp: options.otlp_endpoint.map(|endpoint| OtlpConfig {
+                endpoint,
+                sample_ratio: options.otlp_sample_ratio.unwrap_or(1.0),
+            }),
+            ..default
         };
         faults.extend(config.faults());
         if !faults.is_empty() {

@@ -192,6 +192,15 @@ pub struct Options {
     /// What to log, as tracing's filters are written. [default: info]
     #[arg(long, env = "BERTH_LOG", value_name = "FILTER")]
     pub log: Option<String>,
+
+    /// Collector of traces, its OTLP/gRPC URL as "http://127.0.0.1:4317". [default: none]
+    #[arg(long, env = "BERTH_OTLP_ENDPOINT", value_name = "URL")]
+    pub otlp_endpoint: Option<String>,
+
+    /// Part of the requests that are traced, 0 to 1, where their client does not decide it by a
+    /// traceparent. [default: 1]
+    #[arg(long, env = "BERTH_OTLP_SAMPLE_RATIO", value_name = "RATIO")]
+    pub otlp_sample_ratio: Option<f64>,
 }
 
 /// How log lines look.
@@ -272,6 +281,8 @@ impl Options {
             drain_timeout: self.drain_timeout.or(other.drain_timeout),
             log_format: self.log_format.or(other.log_format),
             log: self.log.or(other.log),
+            otlp_endpoint: self.otlp_endpoint.or(other.otlp_endpoint),
+            otlp_sample_ratio: self.otlp_sample_ratio.or(other.otlp_sample_ratio),
         }
     }
 

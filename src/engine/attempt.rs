@@ -15,6 +15,7 @@ use super::{
     refusal,
     sse::SseParser,
 };
+use crate::telemetry::trace::TRACEPARENT;
 
 /// Limits of a client.
 #[derive(Clone, Copy, Debug)]
@@ -153,7 +154,10 @@ impl<D: Dialect> Phase<D> {
 
 /// Sends the request and gives what follows from the head of the reply.
 async fn start<D: Dialect>(dialect: &D, request: &EngineRequest) -> Result<Phase<D>, EngineError> {
-    let ask = dialect.ask(request)?;
+    let mut ask = dialect.ask(request)?;
+    if let Some(context) = &request.traceparent {
+        ask.headers.insert(TRACEPARENT, context.clone());
+    }
     let reply = dialect
         .http()
         .send(

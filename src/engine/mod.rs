@@ -76,6 +76,8 @@ pub struct EngineRequest {
     pub routed_experts: bool,
     /// How the answer comes.
     pub stream: StreamMode,
+    /// The header by which the engine's own trace joins this one's.
+    pub traceparent: Option<::http::HeaderValue>,
 }
 
 /// Sampling parameters: those that all samples share, and what is an attempt's

@@ -98,6 +98,15 @@ impl RankStatus {
     }
 }
 
+/// A rank that is found to hang.
+pub(super) struct Hanging {
+    pub(super) rank: u32,
+    /// For so long.
+    pub(super) silent: Duration,
+    /// It was trusted until now.
+    pub(super) ejected: bool,
+}
+
 /// The judgement of a replica.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
@@ -319,14 +328,14 @@ impl Entry {
 
     /// Lets time pass over its ranks: signs of life keep its lease, silence
     /// ejects. Returns whether anything changed that routing sees, and the ranks
-    /// that are found to hang, with how long each was silent.
+    /// that are found to hang.
     pub(super) fn tick_ranks(
         &mut self,
         now: Instant,
         stall: Duration,
         ttl: Duration,
         config: &HealthConfig,
-    ) -> (bool, Vec<(u32, Duration)>) {
+    ) -> (bool, Vec<Hanging>) {
         let mut changed = false;
         let mut hanging = Vec::new();
         for (facts, (_, load)) in self.replica.facts.ranks.iter().zip(&self.slots) {
@@ -348,9 +357,14 @@ impl Entry {
             if let Some(silence) = watch.silence(now)
                 && silence.lasts >= silence.patience * allowance
             {
-                changed |= health.eject(Cause::Hangs, now, config);
+                let ejected = health.eject(Cause::Hangs, now, config);
+                changed |= ejected;
                 watch.give_up();
-                hanging.push((facts.rank, silence.lasts));
+                hanging.push(Hanging {
+                    rank: facts.rank,
+                    silent: silence.lasts,
+                    ejected,
+                });
             }
         }
         (changed, hanging)

@@ -107,6 +107,18 @@ pub enum Cause {
 }
 
 impl Cause {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Failures, Self::Hangs, Self::Died];
+
+    /// Its name in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Failures => "failures",
+            Self::Hangs => "hangs",
+            Self::Died => "died",
+        }
+    }
+
     pub(super) fn text(self) -> &'static str {
         match self {
             Self::Failures => "ejected: request after request fails there",

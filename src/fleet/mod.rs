@@ -24,7 +24,10 @@ pub mod verified;
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -34,10 +37,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use drain::Stage;
-use entry::Entry;
+use entry::{Entry, Hanging};
 pub use entry::{Health, RankStatus, ReplicaStatus};
 use facts::{AdapterFacts, RankReport, ReplicaFacts, ReportedState};
-use health::HealthConfig;
+use health::{Cause, HealthConfig};
 use lease::{LeaseConfig, Liveness};
 pub use passive::{Fault, Trial};
 use snapshot::{RankLoad, RankSlot, RankState, RankView, ReplicaView, Snapshot};
@@ -126,6 +129,19 @@ pub struct Fleet {
     state: Mutex<State>,
     snapshot: ArcSwap<Snapshot>,
     changed: watch::Sender<u64>,
+    ejections: Ejections,
+}
+
+/// Ranks that were trusted until they were ejected, by cause, since the start.
+#[derive(Debug, Default)]
+struct Ejections([AtomicU64; Cause::ALL.len()]);
+
+impl Ejections {
+    fn count(&self, why: Cause) {
+        if let Some(count) = self.0.get(why as usize) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+    }
 }
 
 #[derive(Default)]
@@ -164,6 +180,7 @@ impl Fleet {
             state: Mutex::default(),
             snapshot: ArcSwap::default(),
             changed: watch::channel(0).0,
+            ejections: Ejections::default(),
         })
     }
 
@@ -175,6 +192,14 @@ impl Fleet {
     /// What may be called.
     pub(crate) fn egress(&self) -> &Arc<Egress> {
         &self.egress
+    }
+
+    /// Ranks that were ejected since the start, by cause.
+    pub fn ejections(&self) -> [(Cause, u64); Cause::ALL.len()] {
+        Cause::ALL.map(|why| {
+            let count = self.ejections.0.get(why as usize);
+            (why, count.map_or(0, |count| count.load(Ordering::Relaxed)))
+        })
     }
 
     /// The fleet as it is.
@@ -373,7 +398,15 @@ impl Fleet {
             }
             let (news, hanging) = entry.tick_ranks(now, stall, lease.ttl(), &self.config.health);
             changed |= news;
-            for (rank, lasts) in hanging {
+            for Hanging {
+                rank,
+                silent: lasts,
+                ejected,
+            } in hanging
+            {
+                if ejected {
+                    self.ejections.count(Cause::Hangs);
+                }
                 warn!(
                     replica = %entry.facts().id, incarnation = %entry.incarnation, rank, ?lasts,
                     "rank gives no answer to any request: what was sent there is given up"

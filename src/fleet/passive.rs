@@ -82,7 +82,8 @@ impl Fleet {
             .current(target)
             .is_some_and(|entry| entry.adapter_missing(adapter))
         {
-            warn!(%target, adapter, "adapter is not there, whatever was said before");
+            // Its name came with a request.
+            warn!(%target, "an adapter is not there, whatever was said before");
             self.publish(&mut state);
         }
     }
@@ -111,8 +112,9 @@ impl Fleet {
         if let Some(health) = state
             .current(target)
             .and_then(|e| e.health_mut(target.rank))
+            && health.eject(Cause::Failures, now, config)
         {
-            health.eject(Cause::Failures, now, config);
+            self.ejections.count(Cause::Failures);
         }
         warn!(%target, ?fault, "rank is ejected");
         self.publish(&mut state);
@@ -135,7 +137,9 @@ impl Fleet {
             return;
         };
         if health.unanswered(sign, now, config) {
-            health.eject(Cause::Hangs, now, config);
+            if health.eject(Cause::Hangs, now, config) {
+                self.ejections.count(Cause::Hangs);
+            }
             load.watch().give_up();
             warn!(%target, "rank is ejected: aborts get no answer there");
             self.publish(&mut state);
@@ -170,7 +174,11 @@ impl Fleet {
             if entry.url_of(rank) == url
                 && let Some(health) = entry.health_mut(rank)
             {
-                changed |= health.eject(Cause::Died, now, config);
+                let ejected = health.eject(Cause::Died, now, config);
+                changed |= ejected;
+                if ejected {
+                    self.ejections.count(Cause::Died);
+                }
             }
         }
         if changed {

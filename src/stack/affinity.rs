@@ -328,15 +328,7 @@ where
         let request = asked.request(samples, avoid, waited);
         let decision = self.router.route(&snapshot, &request, Instant::now())?;
         let view = snapshot.rank(decision.slot).ok_or(NoRoute::NoneOpen)?;
-        match decision.reason {
-            RouteReason::Draining => self.counters.keys_moved_draining.one(),
-            RouteReason::ReplicaLost => self.counters.keys_moved_lost.one(),
-            RouteReason::Overload => self.counters.keys_moved_overload.one(),
-            RouteReason::Detour => self.counters.detours.one(),
-            RouteReason::Group => self.counters.placed_by_group.one(),
-            RouteReason::Prefix => self.counters.placed_by_prefix.one(),
-            _ => {}
-        }
+        self.counters.routed(decision.reason).one();
         Ok(Chosen {
             rank: RoutedRank::of(view),
             reason: decision.reason,

@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::call::{AttemptFailure, RouteReason};
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Counts since the start of this process.
@@ -56,6 +58,20 @@ counters! {
     attempts_aborted,
     /// Attempts left by an earlier run of the control plane and fenced.
     orphans_fenced,
+    /// Choices of the rank that the key is pinned to.
+    routed_pinned,
+    /// First choices for keys.
+    routed_new_key,
+    /// Choices for requests without a key.
+    routed_no_key,
+    /// Choices of another rank because the pinned one has other weights.
+    routed_weights,
+    /// Choices by the policy random.
+    routed_random,
+    /// Choices by the policy round_robin.
+    routed_round_robin,
+    /// Choices by the policy least_loaded.
+    routed_least_loaded,
     /// Keys that moved because their rank drained, or left after a drain.
     keys_moved_draining,
     /// Keys that moved because their rank was lost, or refused them.
@@ -89,6 +105,41 @@ counters! {
     prompt_tokens,
     /// Generated tokens of all samples.
     completion_tokens,
+}
+
+impl Counters {
+    /// Where choices for this reason are counted.
+    pub fn routed(&self, reason: RouteReason) -> &Counter {
+        match reason {
+            RouteReason::Pinned => &self.routed_pinned,
+            RouteReason::NewKey => &self.routed_new_key,
+            RouteReason::NoKey => &self.routed_no_key,
+            RouteReason::ReplicaLost => &self.keys_moved_lost,
+            RouteReason::Draining => &self.keys_moved_draining,
+            RouteReason::Overload => &self.keys_moved_overload,
+            RouteReason::Weights => &self.routed_weights,
+            RouteReason::Random => &self.routed_random,
+            RouteReason::RoundRobin => &self.routed_round_robin,
+            RouteReason::LeastLoaded => &self.routed_least_loaded,
+            RouteReason::Detour => &self.detours,
+            RouteReason::Group => &self.placed_by_group,
+            RouteReason::Prefix => &self.placed_by_prefix,
+        }
+    }
+
+    /// Where attempts that failed in this way are counted.
+    pub fn failed(&self, how: AttemptFailure) -> &Counter {
+        match how {
+            AttemptFailure::Refused => &self.attempts_refused,
+            AttemptFailure::Busy => &self.attempts_busy,
+            AttemptFailure::Lost => &self.attempts_lost,
+            AttemptFailure::Aborted => &self.attempts_ended_early,
+            AttemptFailure::BadReply => &self.attempts_bad_reply,
+            AttemptFailure::Silent => &self.attempts_silent,
+            AttemptFailure::Weights => &self.attempts_other_weights,
+            AttemptFailure::Adapter => &self.attempts_without_adapter,
+        }
+    }
 }
 
 /// One count.

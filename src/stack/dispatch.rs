@@ -15,7 +15,7 @@ use futures_util::{StreamExt, future::BoxFuture};
 use tower::Service;
 
 use super::{
-    Engines,
+    Engines, Parts,
     affinity::{AttemptDone, RoutedAttempt},
     partial::Partial,
 };
@@ -31,6 +31,11 @@ use crate::{
     ids::EngineRequestId,
     routing::moves::Queued,
     store::AttemptRecord,
+    telemetry::{
+        attempt::{self, About},
+        layer::Named,
+        metrics::Metrics,
+    },
 };
 
 /// Frames of a cumulative stream, over a whole generation, at most about this
@@ -89,6 +94,25 @@ pub enum Failure {
     Fatal(Error),
 }
 
+impl Named for AttemptFailed {
+    fn name(&self) -> &'static str {
+        match &self.failure {
+            Failure::Refused(_) => "refused",
+            Failure::Busy { .. } => "busy",
+            Failure::Lost(_) => "lost",
+            Failure::Died(_) => "died",
+            Failure::Aborted(_) => "ended_early",
+            Failure::BadReply(_) => "bad_reply",
+            Failure::Silent => "silent",
+            Failure::OtherWeights { .. } => "other_weights",
+            Failure::AdapterMissing(_) => "without_adapter",
+            Failure::Rejected(_) => "rejected",
+            Failure::Stopped => "stopped",
+            Failure::Fatal(error) => error.reason.name(),
+        }
+    }
+}
+
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -138,12 +162,17 @@ impl From<EngineError> for Failure {
 pub struct Dispatch {
     engines: Engines,
     health: HealthConfig,
+    metrics: Arc<Metrics>,
 }
 
 impl Dispatch {
-    /// With these clients, as patient as `health` says.
-    pub fn new(engines: Engines, health: HealthConfig) -> Self {
-        Self { engines, health }
+    /// With these clients, as patient as the fleet's configuration says.
+    pub fn new(parts: &Parts) -> Self {
+        Self {
+            engines: parts.engines.clone(),
+            health: parts.fleet.config().health,
+            metrics: Arc::clone(&parts.metrics),
+        }
     }
 }
 
@@ -159,11 +188,11 @@ impl Service<RoutedAttempt> for Dispatch {
     fn call(&mut self, attempt: RoutedAttempt) -> Self::Future {
         let kind = attempt.rank.replica.facts.engine;
         let client = Arc::clone(self.engines.client(kind));
-        let health = self.health;
         let run = Run {
             client,
             attempt,
-            health,
+            health: self.health,
+            metrics: Arc::clone(&self.metrics),
         };
         Box::pin(run.run())
     }
@@ -173,6 +202,7 @@ struct Run {
     client: Arc<dyn EngineClient>,
     attempt: RoutedAttempt,
     health: HealthConfig,
+    metrics: Arc<Metrics>,
 }
 
 impl Run {
@@ -216,7 +246,15 @@ impl Run {
         let (first, next) = self.patience(&request);
         let flight = attempt.rank.load.watch().begin(first);
         let mut begun = false;
-        let mut events = self.client.generate(request);
+        let facts = &attempt.rank.replica.facts;
+        let about = About {
+            model: &facts.model,
+            engine: facts.engine,
+            target: &attempt.rank.target,
+            sample: attempt.sample,
+            number: attempt.number,
+        };
+        let mut events = attempt::generate(&*self.client, request, &about, &self.metrics);
         failpoint::pass_soon(Point::Sent);
         let failure = loop {
             let event = tokio::select! {
@@ -328,6 +366,7 @@ impl Run {
                 .then(|| attempt.work.call.call().priority),
             routed_experts: params.routed_experts,
             stream,
+            traceparent: None,
         }
     }
 

@@ -50,6 +50,10 @@ impl Progress {
         self.done = true;
     }
 
+    pub(super) fn route(&self) -> Option<&RouteReceipt> {
+        self.route.as_ref()
+    }
+
     pub(super) fn is_done(&self) -> bool {
         self.done
     }

@@ -339,8 +339,25 @@ impl Ticket {
         &self.generation
     }
 
+    /// A look at the generation, for later.
+    pub fn follow(&self) -> Follow {
+        Follow(Arc::clone(&self.generation))
+    }
+
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.deadline
+    }
+}
+
+/// A look at a generation that holds nobody's place in it.
+#[derive(Debug)]
+pub struct Follow(Arc<Generation>);
+
+impl Follow {
+    /// Where its first sample was sent last, if it was.
+    pub fn last_route(&self) -> Option<RouteReceipt> {
+        self.0
+            .read(|samples, _| samples.first().and_then(Progress::route).cloned())
     }
 }
 

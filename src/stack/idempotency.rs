@@ -15,6 +15,7 @@ use std::{
 use futures_util::future::BoxFuture;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::Service;
+use tracing::Instrument;
 
 use super::{
     Parts, StackConfig,
@@ -125,7 +126,8 @@ impl Shared {
                 generation,
             };
             let tasks = run.shared.tasks.clone();
-            tasks.spawn(run.without_key(inner, call));
+            // Its spans belong to the request that began it.
+            tasks.spawn(run.without_key(inner, call).in_current_span());
             return Ok(ticket);
         };
         let key = KeyHash::of(&call.call().tenant, key);
@@ -143,8 +145,8 @@ impl Shared {
                         key: Some(key),
                         generation,
                     };
-                    self.tasks
-                        .spawn(run.with_key(inner, call, key, fingerprint));
+                    let running = run.with_key(inner, call, key, fingerprint);
+                    self.tasks.spawn(running.in_current_span());
                     return Ok(ticket);
                 }
                 Entered::Joined(ticket) => {

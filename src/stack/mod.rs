@@ -46,6 +46,10 @@ use crate::{
     fleet::{Fleet, facts::EngineKind},
     routing::Router,
     store::{OwnerId, Store},
+    telemetry::{
+        layer::Measured,
+        metrics::{Layer, Metrics},
+    },
 };
 pub use generation::Ticket;
 
@@ -66,6 +70,8 @@ pub struct Parts {
     pub running: Arc<running::Running>,
     /// What happened so far.
     pub counters: Arc<counters::Counters>,
+    /// What is measured as it happens.
+    pub metrics: Arc<Metrics>,
     /// Prompts that engines died with.
     pub poison: Arc<poison::Poison>,
     /// The tasks of running generations.
@@ -122,23 +128,31 @@ pub type Stack = BoxCloneSyncService<SampleCall, Ticket, Error>;
 
 /// Assembles it. Read it as the way of a call, first to last.
 pub fn assemble(parts: &Parts, config: StackConfig) -> Stack {
+    macro_rules! measured {
+        ($layer:ident) => {
+            |inner| Measured::new(inner, Layer::$layer, &parts.metrics)
+        };
+    }
     let stack = ServiceBuilder::new()
+        .layer_fn(measured!(Deadline))
         // A call knows when its caller gives up before anything is done for it.
         .layer_fn(|inner| deadline::Deadline::new(inner, config.default_deadline))
+        .layer_fn(measured!(Validate))
         // What is wrong with the request itself is said before it costs anything.
         .layer_fn(validate::Validate::new)
+        .layer_fn(measured!(Idempotency))
         // One key, one generation. Above all that depends on the fleet: a result
         // is replayed even when the fleet is gone.
         .layer_fn(|inner| idempotency::Idempotency::new(inner, parts, config))
+        .layer_fn(measured!(Resolve))
         // What is wrong with the request for this fleet.
         .layer_fn(|inner| resolve::Resolve::new(inner, Arc::clone(&parts.fleet)))
+        .layer_fn(measured!(Affinity))
         // A rank for every attempt of every sample, and what to do when it fails.
         .layer_fn(|inner| affinity::Affinity::new(inner, parts, config))
+        .layer_fn(measured!(Dispatch))
         // One attempt at one engine.
-        .service(dispatch::Dispatch::new(
-            parts.engines.clone(),
-            parts.fleet.config().health,
-        ));
+        .service(dispatch::Dispatch::new(parts));
     BoxCloneSyncService::new(stack)
 }
 

@@ -61,6 +61,16 @@ impl Running {
         }
     }
 
+    /// How many run.
+    pub fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// None runs.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// The one that runs under `key`.
     pub fn get(&self, key: &KeyHash) -> Option<Arc<Generation>> {
         self.lock().get(key).cloned()

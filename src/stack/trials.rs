@@ -89,6 +89,7 @@ fn request(trial: &Trial) -> EngineRequest {
         priority: None,
         routed_experts: false,
         stream: StreamMode::Plain,
+        traceparent: None,
     }
 }
 

@@ -5,6 +5,7 @@
 //! The trait is shaped for several control planes over one store: a claim says
 //! who owns a running generation, and owners have identities.
 
+pub mod account;
 pub mod life;
 pub mod memory;
 pub mod notes;
@@ -341,6 +342,11 @@ pub trait Store: Send + Sync + 'static {
 
     /// Changes when the store declares a loss.
     fn epoch(&self) -> u64;
+
+    /// What it tells of itself, for metrics; nothing where it is not on a disk.
+    fn account(&self) -> Option<account::Account> {
+        None
+    }
 
     /// Answers what is queued, makes it durable, and closes. Every later call
     /// fails.

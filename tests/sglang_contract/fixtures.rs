@@ -105,5 +105,6 @@ pub fn call(request: &Value, url: &str, stream: StreamMode) -> EngineRequest {
             .map(|n| i32::try_from(n).unwrap()),
         routed_experts: request["return_routed_experts"] == true,
         stream,
+        traceparent: None,
     }
 }

@@ -32,6 +32,7 @@ fn plain() -> EngineRequest {
         priority: None,
         routed_experts: false,
         stream: StreamMode::Plain,
+        traceparent: None,
     }
 }
 

@@ -107,6 +107,7 @@ impl Recorded {
             priority: None,
             routed_experts: false,
             stream,
+            traceparent: None,
         }
     }
 }

@@ -22,7 +22,7 @@ impl<S> SampleRun<'_, S> {
         let target = &chosen.rank.target;
         let AttemptFailed { failure, tokens } = failed;
         if let Some(kind) = failure.receipt() {
-            self.count(kind);
+            self.layer.counters.failed(kind).one();
             self.attempts.push(AttemptReceipt {
                 number: self.number,
                 target: target.clone(),
@@ -180,21 +180,6 @@ impl<S> SampleRun<'_, S> {
                 },
             }
         })
-    }
-
-    fn count(&self, failure: AttemptFailure) {
-        let counters = &self.layer.counters;
-        match failure {
-            AttemptFailure::Refused => &counters.attempts_refused,
-            AttemptFailure::Busy => &counters.attempts_busy,
-            AttemptFailure::Lost => &counters.attempts_lost,
-            AttemptFailure::Aborted => &counters.attempts_ended_early,
-            AttemptFailure::BadReply => &counters.attempts_bad_reply,
-            AttemptFailure::Silent => &counters.attempts_silent,
-            AttemptFailure::Weights => &counters.attempts_other_weights,
-            AttemptFailure::Adapter => &counters.attempts_without_adapter,
-        }
-        .one();
     }
 
     /// After an attempt that was lost for good.

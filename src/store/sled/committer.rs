@@ -36,6 +36,7 @@ use tokio::{sync::OwnedSemaphorePermit, time::Instant};
 use super::{
     super::{
         ClaimRequest, Commit, IncarnationGrant, KeyHash, OwnerId, StoreError,
+        account::{StoreStats, Timings},
         life::{Command, Record, Reply},
         notes::{Note, Recalled},
     },
@@ -45,7 +46,7 @@ use super::{
     high_water::HighWater,
     mover::Mover,
     open::{Opened, Paths},
-    options::{SledOptions, Step, StoreStats},
+    options::{SledOptions, Step},
     overlay::{Overlay, View},
     record::{BodyRef, Lookup, StoredReplica},
     redo::Redo,
@@ -94,6 +95,7 @@ pub(super) struct Shared {
     pub(super) overlay: RwLock<Overlay>,
     pub(super) epoch: AtomicU64,
     pub(super) stats: Mutex<StoreStats>,
+    pub(super) timings: Timings,
 }
 
 impl Shared {

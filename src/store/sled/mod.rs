@@ -48,7 +48,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 pub use self::{
     clock::{Clock, SystemClock},
     open::OpenError,
-    options::{Durability, Observer, SledOptions, Step, StoreStats},
+    options::{Durability, Observer, SledOptions, Step},
 };
 use self::{
     committer::{AnswerTo, Committer, Queued, Request, Shared},
@@ -58,6 +58,8 @@ use self::{
     pending::PendingClaim,
     record::{BodyRef, Lookup, Progress},
 };
+use super::account::Account;
+pub use super::account::StoreStats;
 use super::{
     AttemptRecord, Claim, ClaimRequest, Claimed, Commit, FinishedSample, IncarnationGrant, KeyHash,
     OwnerId, Store, StoreError,
@@ -443,6 +445,13 @@ impl Store for SledStore {
 
     fn epoch(&self) -> u64 {
         self.shared.epoch.load(Ordering::Acquire)
+    }
+
+    fn account(&self) -> Option<Account> {
+        Some(Account {
+            stats: self.stats(),
+            timings: self.shared.timings.clone(),
+        })
     }
 
     /// A store that is dropped closes too, but nobody hears of a failure.

@@ -132,32 +132,3 @@ impl fmt::Debug for SledOptions {
             .finish_non_exhaustive()
     }
 }
-
-/// The store's own account, for metrics.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StoreStats {
-    /// Batches made durable.
-    pub batches: u64,
-    /// Writes in them.
-    pub writes: u64,
-    /// Records that did not decode when the store was opened.
-    pub damaged_records: u64,
-    /// Losses declared since the store was opened.
-    pub losses: u64,
-    /// Times the store was opened again after a failure.
-    pub reopened: u64,
-    /// Keys expired.
-    pub expired: u64,
-    /// Expiry stands still because the wall clock was set.
-    pub expiry_stopped: bool,
-    /// Times a half of the redo log was moved into sled.
-    pub moves: u64,
-    /// Bytes on disk that tenants are charged for.
-    pub used_bytes: u64,
-    /// Keys owned now.
-    pub running: u64,
-    /// Ranges of sequence numbers out of use: a measure of the store's order.
-    pub gaps: u64,
-    /// Why the store does not work now.
-    pub down: Option<String>,
-}

@@ -63,7 +63,9 @@ impl Committer {
             return Ok(());
         };
         if live.unsynced && self.options.durability == Durability::Relaxed {
+            let begun = Instant::now();
             live.log.sync_data().map_err(Fault::of_sync)?;
+            self.shared.timings.synced(begun.elapsed());
             live.high_water.advance(live.sequence.next() - 1)?;
             live.unsynced = false;
         }

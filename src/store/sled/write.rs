@@ -2,6 +2,8 @@
 
 use std::sync::{Arc, PoisonError};
 
+use tokio::time::Instant;
+
 use super::{
     committer::{Committer, Gathered},
     decide::unencodable,
@@ -44,6 +46,7 @@ impl Committer {
             return Ok(());
         };
         let (used, gaps) = (live.used.values().sum(), live.sequence.gap_count() as u64);
+        self.shared.timings.batch(count);
         self.shared.stats(|stats| {
             stats.batches += 1;
             stats.writes += count;
@@ -65,7 +68,9 @@ impl Committer {
             }
             self.redo()?.append(&frame)?;
             self.step(Step::Logged);
+            let begun = Instant::now();
             self.redo()?.sync().map_err(Fault::of_sync)?;
+            self.shared.timings.synced(begun.elapsed());
             self.step(Step::Synced);
             self.shared.overlay().extend(frame);
         }

@@ -1,0 +1,507 @@
+//! What is read from state that exists, when Prometheus asks: the counters that
+//! `GetStats` tells too, the fleet, the router, the store. It costs requests
+//! nothing.
+
+use std::{
+    fmt,
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet},
+    metrics::MetricType,
+    registry::{Registry, Unit},
+};
+
+use super::{otlp::SpanCounts, text::escaped};
+use crate::{
+    call::{AttemptFailure, RouteReason},
+    fleet::{Health, RankStatus, ReplicaStatus, snapshot::RankState},
+    stack::Parts,
+    store::account::Timings,
+};
+
+/// Puts it into a registry.
+pub(super) fn register(registry: &mut Registry, parts: Parts, spans: Arc<SpanCounts>) {
+    if let Some(account) = parts.store.account() {
+        let Timings { sync, batch } = account.timings;
+        registry.register_with_unit(
+            "store_sync",
+            "How long the disk took to make a batch of the store durable",
+            Unit::Seconds,
+            sync,
+        );
+        registry.register(
+            "store_batch_writes",
+            "Writes of a batch of the store",
+            batch,
+        );
+    }
+    registry.register_collector(Box::new(State {
+        parts,
+        spans,
+        started: SystemTime::now(),
+    }));
+}
+
+struct State {
+    parts: Parts,
+    spans: Arc<SpanCounts>,
+    started: SystemTime,
+}
+
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("State").finish_non_exhaustive()
+    }
+}
+
+impl Collector for State {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut page = Page(encoder);
+        self.process(&mut page)?;
+        self.idempotency(&mut page)?;
+        self.routing(&mut page)?;
+        self.attempts(&mut page)?;
+        self.tokens(&mut page)?;
+        self.fleet(&mut page)?;
+        self.store(&mut page)
+    }
+}
+
+impl State {
+    fn process(&self, page: &mut Page<'_>) -> fmt::Result {
+        let version = [("version", env!("CARGO_PKG_VERSION"))];
+        page.gauges("build_info", "The program; always 1", [(version, 1.0)])?;
+        let started = self.started.duration_since(UNIX_EPOCH).unwrap_or_default();
+        page.gauge_of(
+            "start_time",
+            Unit::Seconds,
+            "When the control plane started, since 1970",
+            started.as_secs_f64(),
+        )?;
+        page.counter(
+            "spans_exported",
+            "Spans that a collector has taken",
+            self.spans.exported(),
+        )?;
+        page.counter(
+            "spans_dropped",
+            "Spans that were dropped: the queue was full, or no collector took them",
+            self.spans.dropped(),
+        )
+    }
+
+    fn idempotency(&self, page: &mut Page<'_>) -> fmt::Result {
+        let counters = &self.parts.counters;
+        page.counter(
+            "generations",
+            "Generations begun, with an idempotency key or without",
+            counters.generations.get(),
+        )?;
+        let outcomes = [
+            ("joined", &counters.joins),
+            ("replayed", &counters.replays),
+            ("mismatched", &counters.keys_reused),
+            ("unknown", &counters.unknown_outcomes),
+        ];
+        page.counters(
+            "idempotency_outcomes",
+            "Requests with a key that began no generation (joined and replayed: duplicates \
+             avoided; mismatched: refused), and generations whose outcome is unknown",
+            outcomes.map(|(outcome, count)| ([("outcome", outcome)], count.get())),
+        )?;
+        page.counter(
+            "late_results",
+            "Results of fenced attempts that came late and were dropped",
+            counters.late_results.get(),
+        )?;
+        page.gauge(
+            "keys_running",
+            "Idempotency keys whose generation runs",
+            self.parts.running.len() as f64,
+        )?;
+        page.gauge(
+            "condemned_prompts",
+            "Prompts that are refused because engines died with them",
+            self.parts.poison.condemned().len() as f64,
+        )
+    }
+
+    fn routing(&self, page: &mut Page<'_>) -> fmt::Result {
+        let counters = &self.parts.counters;
+        page.counters(
+            "routing_decisions",
+            "Choices of a rank, by reason",
+            RouteReason::ALL
+                .map(|reason| ([("reason", reason.name())], counters.routed(reason).get())),
+        )?;
+        let waits = [
+            ("kv", &counters.waits_for_kv),
+            ("pause", &counters.waits_for_pause),
+        ];
+        page.counters(
+            "routing_waits",
+            "Choices that waited for room in a KV cache, or for the end of a pause",
+            waits.map(|(what, count)| ([("awaited", what)], count.get())),
+        )?;
+        page.counter(
+            "routing_waits_in_vain",
+            "New trajectories that were taken without room after the longest wait",
+            counters.waits_for_kv_in_vain.get(),
+        )?;
+        let all = self.parts.router.pins();
+        let snapshot = self.parts.fleet.snapshot();
+        let live: u64 = snapshot.ranks.iter().map(|r| r.load.live_pins()).sum();
+        // Two looks at a table that changes.
+        let hints = (all as u64).saturating_sub(live);
+        page.gauges(
+            "pins",
+            "Trajectories remembered: live ones count as load, hints do not",
+            [("live", live), ("hint", hints)].map(|(state, n)| ([("state", state)], n as f64)),
+        )?;
+        page.gauge(
+            "prefix_blocks",
+            "Blocks of prompts remembered for requests without a key",
+            self.parts.router.prefix_blocks() as f64,
+        )
+    }
+
+    fn attempts(&self, page: &mut Page<'_>) -> fmt::Result {
+        let counters = &self.parts.counters;
+        page.counter(
+            "attempts",
+            "Attempts sent to engines",
+            counters.attempts.get(),
+        )?;
+        page.counters(
+            "attempt_failures",
+            "Attempts without a result, by what became of them",
+            AttemptFailure::ALL.map(|how| ([("failure", how.name())], counters.failed(how).get())),
+        )?;
+        let fenced = [
+            ("aborted", &counters.attempts_aborted),
+            ("left_behind", &counters.attempts_left_behind),
+            ("orphan", &counters.orphans_fenced),
+        ];
+        page.counters(
+            "attempts_fenced",
+            "Attempts ended so that no copy runs: aborted at their engine, given up at a hanging \
+             one, or left by an earlier run of the control plane",
+            fenced.map(|(how, count)| ([("how", how)], count.get())),
+        )?;
+        page.counter("samples", "Samples finished", counters.samples.get())?;
+        page.counter(
+            "wrong_rank_samples",
+            "Samples that an engine served on another rank than it was told",
+            counters.wrong_rank.get(),
+        )?;
+        page.counter(
+            "cache_misses",
+            "Warm turns that found less than half of what their rank should have held",
+            counters.cache_misses.get(),
+        )
+    }
+
+    fn tokens(&self, page: &mut Page<'_>) -> fmt::Result {
+        let counters = &self.parts.counters;
+        for (name, help, count) in [
+            (
+                "prompt",
+                "Prompt tokens of finished samples",
+                &counters.prompt_tokens,
+            ),
+            (
+                "completion",
+                "Generated tokens of finished samples",
+                &counters.completion_tokens,
+            ),
+            (
+                "expected_cached",
+                "Prompt tokens that pins let one expect in a rank's cache",
+                &counters.cached_tokens_expected,
+            ),
+            (
+                "reported_cached",
+                "Prompt tokens that engines found in their caches",
+                &counters.cached_tokens_reported,
+            ),
+        ] {
+            page.counter_of(name, tokens(), help, count.get())?;
+        }
+        Ok(())
+    }
+
+    fn fleet(&self, page: &mut Page<'_>) -> fmt::Result {
+        let fleet = &self.parts.fleet;
+        let replicas = fleet.list();
+        let health = [
+            ("healthy", Health::Healthy),
+            ("suspect", Health::Suspect),
+            ("unverified", Health::Unverified),
+            ("unhealthy", Health::Unhealthy),
+            ("draining", Health::Draining),
+            ("dead", Health::Dead),
+        ];
+        page.gauges(
+            "replicas",
+            "Replicas that are known, by health",
+            health.map(|(name, health)| {
+                let count = replicas.iter().filter(|r| r.health == health).count();
+                ([("state", name)], count as f64)
+            }),
+        )?;
+        let snapshot = fleet.snapshot();
+        let states = [
+            "open",
+            "pinned_only",
+            "closed",
+            "paused",
+            "ejected",
+            "drained",
+        ];
+        page.gauges(
+            "ranks",
+            "Ranks of replicas that are not dead, by what they take",
+            states.map(|name| {
+                let ranks = snapshot.ranks.iter();
+                let count = ranks.filter(|r| state_name(&r.state) == name).count();
+                ([("state", name)], count as f64)
+            }),
+        )?;
+        page.counters(
+            "ejections",
+            "Ranks that were trusted until they were ejected, by cause",
+            fleet
+                .ejections()
+                .map(|(why, count)| ([("cause", why.name())], count)),
+        )?;
+        Self::ranks(page, &replicas)
+    }
+
+    fn ranks(page: &mut Page<'_>, replicas: &[ReplicaStatus]) -> fmt::Result {
+        let ranks: Vec<Row<'_>> = replicas
+            .iter()
+            .filter(|replica| replica.health != Health::Dead)
+            .flat_map(|replica| {
+                let model = escaped(&replica.facts.model);
+                replica.ranks.iter().map(move |rank| Row {
+                    replica: replica.facts.id.as_str(),
+                    number: rank.facts.rank.to_string(),
+                    model: model.clone(),
+                    rank,
+                })
+            })
+            .collect();
+        type Value = fn(&RankStatus) -> Option<f64>;
+        let gauges: [(&str, Option<Unit>, &str, Value); 8] = [
+            (
+                "rank_routable",
+                None,
+                "1: the rank takes new requests",
+                |r| Some(f64::from(u8::from(r.routable()))),
+            ),
+            (
+                "rank_in_flight_samples",
+                None,
+                "Samples sent to the rank and not yet answered",
+                |r| Some(r.in_flight as f64),
+            ),
+            (
+                "rank_live_pins",
+                None,
+                "Trajectories that live on the rank",
+                |r| Some(r.live_pins as f64),
+            ),
+            (
+                "rank_live",
+                Some(tokens()),
+                "Tokens of the trajectories that live on the rank",
+                |r| Some(r.live_tokens as f64),
+            ),
+            (
+                "rank_kv_capacity",
+                Some(tokens()),
+                "Tokens that the rank's KV cache holds",
+                |r| Some(r.facts.kv_capacity as f64),
+            ),
+            (
+                "rank_kv_used",
+                Some(tokens()),
+                "Tokens in the rank's KV cache, as its sidecar says",
+                |r| Some(r.reported.as_ref()?.kv_used_tokens as f64),
+            ),
+            (
+                "rank_running_requests",
+                None,
+                "Requests that the rank runs, as its sidecar says",
+                |r| Some(f64::from(r.reported.as_ref()?.running)),
+            ),
+            (
+                "rank_waiting_requests",
+                None,
+                "Requests that wait at the rank, as its sidecar says",
+                |r| Some(f64::from(r.reported.as_ref()?.waiting)),
+            ),
+        ];
+        for (name, unit, help, value) in gauges {
+            let rows = ranks
+                .iter()
+                .filter_map(|row| Some((row.labels(), value(row.rank)?)));
+            page.rows(name, unit.as_ref(), help, MetricType::Gauge, rows, gauge)?;
+        }
+        Ok(())
+    }
+
+    fn store(&self, page: &mut Page<'_>) -> fmt::Result {
+        let Some(account) = self.parts.store.account() else {
+            return Ok(());
+        };
+        let stats = account.stats;
+        page.gauge(
+            "store_up",
+            "1: the store works",
+            f64::from(u8::from(stats.down.is_none())),
+        )?;
+        page.gauge_of(
+            "store_used",
+            Unit::Bytes,
+            "Bytes on disk that tenants are charged for",
+            stats.used_bytes as f64,
+        )?;
+        page.gauge(
+            "store_damaged_records",
+            "Records that did not decode when the store was opened",
+            stats.damaged_records as f64,
+        )?;
+        for (name, help, count) in [
+            ("store_writes", "Writes made durable", stats.writes),
+            ("store_expired_keys", "Keys expired", stats.expired),
+            (
+                "store_losses",
+                "Losses declared since the store was opened",
+                stats.losses,
+            ),
+            (
+                "store_reopened",
+                "Times the store was opened again after a failure",
+                stats.reopened,
+            ),
+        ] {
+            page.counter(name, help, count)?;
+        }
+        Ok(())
+    }
+}
+
+/// A rank and its labels. Ids of replicas have no letter that must be escaped.
+struct Row<'a> {
+    replica: &'a str,
+    number: String,
+    model: String,
+    rank: &'a RankStatus,
+}
+
+impl Row<'_> {
+    fn labels(&self) -> [(&'static str, &str); 3] {
+        [
+            ("model", &self.model),
+            ("replica", self.replica),
+            ("rank", &self.number),
+        ]
+    }
+}
+
+fn state_name(state: &RankState) -> &'static str {
+    match state {
+        RankState::Open => "open",
+        RankState::PinnedOnly => "pinned_only",
+        RankState::Closed(_) => "closed",
+        RankState::Paused => "paused",
+        RankState::Ejected(_) => "ejected",
+        RankState::Drained => "drained",
+    }
+}
+
+fn tokens() -> Unit {
+    Unit::Other("tokens".to_owned())
+}
+
+/// Families as they are written.
+struct Page<'a>(DescriptorEncoder<'a>);
+
+impl Page<'_> {
+    fn counter(&mut self, name: &str, help: &str, count: u64) -> fmt::Result {
+        self.rows(
+            name,
+            None,
+            help,
+            MetricType::Counter,
+            [([], count)],
+            counter,
+        )
+    }
+
+    fn counter_of(&mut self, name: &str, unit: Unit, help: &str, count: u64) -> fmt::Result {
+        let row = [([], count)];
+        self.rows(name, Some(&unit), help, MetricType::Counter, row, counter)
+    }
+
+    fn counters<const N: usize>(
+        &mut self,
+        name: &str,
+        help: &str,
+        rows: impl IntoIterator<Item = ([(&'static str, &'static str); N], u64)>,
+    ) -> fmt::Result {
+        self.rows(name, None, help, MetricType::Counter, rows, counter)
+    }
+
+    fn gauge(&mut self, name: &str, help: &str, value: f64) -> fmt::Result {
+        self.rows(name, None, help, MetricType::Gauge, [([], value)], gauge)
+    }
+
+    fn gauge_of(&mut self, name: &str, unit: Unit, help: &str, value: f64) -> fmt::Result {
+        let row = [([], value)];
+        self.rows(name, Some(&unit), help, MetricType::Gauge, row, gauge)
+    }
+
+    fn gauges<const N: usize>(
+        &mut self,
+        name: &str,
+        help: &str,
+        rows: impl IntoIterator<Item = ([(&'static str, &'static str); N], f64)>,
+    ) -> fmt::Result {
+        self.rows(name, None, help, MetricType::Gauge, rows, gauge)
+    }
+
+    fn rows<'v, T, const N: usize>(
+        &mut self,
+        name: &str,
+        unit: Option<&Unit>,
+        help: &str,
+        kind: MetricType,
+        rows: impl IntoIterator<Item = ([(&'static str, &'v str); N], T)>,
+        write: fn(&mut MetricEncoder<'_>, T) -> fmt::Result,
+    ) -> fmt::Result {
+        let help = format!("{help}.");
+        let mut family = self.0.encode_descriptor(name, &help, unit, kind)?;
+        for (labels, value) in rows {
+            if N == 0 {
+                write(&mut family, value)?;
+            } else {
+                write(&mut family.encode_family(&labels)?, value)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn counter(encoder: &mut MetricEncoder<'_>, count: u64) -> fmt::Result {
+    encoder.encode_counter::<NoLabelSet, _, u64>(&count, None)
+}
+
+fn gauge(encoder: &mut MetricEncoder<'_>, value: f64) -> fmt::Result {
+    encoder.encode_gauge(&value)
+}
