@@ -302,7 +302,8 @@ fn capabilities(ranks: &[&RankView], needs: &Needs) -> Result<(), Error> {
     ))
 }
 
-/// Nobody can serve the adapter: which ones there are.
+/// Nobody can serve the adapter. The names of those that there are stay with
+/// operators: an adapter may be another caller's.
 fn no_adapter(ranks: &[&RankView]) -> Error {
     let mut adapters: Vec<&str> = ranks
         .iter()
@@ -311,14 +312,13 @@ fn no_adapter(ranks: &[&RankView]) -> Error {
         .collect();
     adapters.sort_unstable();
     adapters.dedup();
-    let there = if adapters.is_empty() {
-        "none".to_owned()
-    } else {
-        list(adapters.into_iter())
-    };
     Error::new(
         Reason::NotSupported,
-        format!("no replica of this model serves the adapter asked for; served: {there}"),
+        format!(
+            "no replica of this model serves the adapter asked for; adapters served: {} \
+             (ListReplicas names them)",
+            adapters.len()
+        ),
     )
 }
 

@@ -232,7 +232,10 @@ impl<E: SpanExporter> Sender<E> {
 
 #[cfg(test)]
 mod tests {
-    use opentelemetry::trace::{Tracer, TracerProvider};
+    use opentelemetry::trace::{
+        SpanContext, SpanId, TraceContextExt as _, TraceFlags, TraceId, TraceState, Tracer,
+        TracerProvider,
+    };
     use opentelemetry_sdk::error::OTelSdkError;
     use tokio::sync::Semaphore;
 
@@ -312,7 +315,18 @@ mod tests {
         let collector = Collector::new(100, true);
         let pipeline = Pipeline::with(collector.clone(), 0.0);
         end(&pipeline, 3);
+        let client = SpanContext::new(
+            TraceId::from(1),
+            SpanId::from(1),
+            TraceFlags::SAMPLED,
+            true,
+            TraceState::NONE,
+        );
+        let parent = Context::new().with_remote_span_context(client);
+        let tracer = pipeline.provider().tracer("test");
+        drop(tracer.start_with_context("span", &parent));
+        drop(tracer);
         pipeline.flush().await;
-        assert_eq!(collector.taken.load(Ordering::Relaxed), 0);
+        assert_eq!(collector.taken.load(Ordering::Relaxed), 1);
     }
 }
