@@ -108,7 +108,8 @@ mod suite {
         fleet::facts::{Accelerator, Capabilities, EngineKind, RankFacts, ReplicaFacts},
         ids::{BootId, IdempotencyKey, Incarnation, ReplicaId, Tenant},
         store::{
-            Claim, Commit, KeyHash, OwnerId, StoreError,
+            AttemptRecord, Claim, ClaimRequest, Commit, KeyHash, OwnerId, Purged, Store,
+            StoreError,
             life::Rejection,
             notes::{Note, PinNote, Recalled, ReplicaNote},
         },
@@ -229,6 +230,108 @@ mod suite {
             request.tenant = tenant;
             claimed(&*store, request).await;
         }
+    }
+
+    fn of(tenant: &Tenant, n: u64) -> ClaimRequest {
+        ClaimRequest {
+            key: KeyHash::of(tenant, &IdempotencyKey::new(format!("key-{n}"))),
+            tenant: tenant.clone(),
+            ..request(n, OWNER, 1)
+        }
+    }
+
+    /// Every step of a purge, as one.
+    async fn purge(store: &dyn Store, tenant: &Tenant) -> Purged {
+        let mut all = Purged::default();
+        loop {
+            let step = store.purge(tenant.clone(), all.next.take()).await.unwrap();
+            all.keys += step.keys;
+            all.bytes += step.bytes;
+            all.owned += step.owned;
+            all.pins.extend(step.pins);
+            all.next = step.next;
+            if all.next.is_none() {
+                return all;
+            }
+        }
+    }
+
+    pub(super) async fn a_tenant_is_purged_alone(backend: &mut dyn Backend) {
+        // More than one step looks at.
+        const KEYS: u64 = 150;
+        let store = backend.store();
+        let tenants = [0, 1, 2, 3].map(|n| Tenant::new(format!("t{n}")));
+        for (t, tenant) in tenants.iter().enumerate() {
+            for n in 0..KEYS {
+                let request = of(tenant, n);
+                let key = request.key;
+                claimed(&*store, request).await;
+                let attempt = AttemptRecord {
+                    binds: Some(t as u128 * 1000 + u128::from(n)),
+                    ..attempt(1)
+                };
+                store.dispatch(key, OWNER, 0, attempt).await.unwrap();
+                let finished = sample(n, 0, 1, 5);
+                store.commit(key, OWNER, 0, 1, finished).await.unwrap();
+            }
+        }
+        let [gone, kept, ..] = &tenants;
+        let running = of(gone, KEYS);
+        let running_key = running.key;
+        claimed(&*store, running).await;
+        store
+            .dispatch(running_key, OWNER, 0, attempt(1))
+            .await
+            .unwrap();
+
+        let mut purged = purge(&*store, gone).await;
+        assert_eq!((purged.keys, purged.owned), (KEYS, 1));
+        assert!(purged.bytes > KEYS * 100, "{}", purged.bytes);
+        purged.pins.sort_unstable();
+        let bound: Vec<u128> = (0..u128::from(KEYS)).collect();
+        assert_eq!(purged.pins, bound);
+        for n in 0..KEYS {
+            assert!(store.read(of(gone, n).key).await.unwrap().is_none(), "{n}");
+            let other = store.read(of(kept, n).key).await.unwrap();
+            assert!(matches!(other, Some(Claim::Done(_))), "{n}");
+        }
+        // What somebody works on is whole, and goes once nobody does.
+        let finished = sample(KEYS, 0, 1, 5);
+        let committed = store.commit(running_key, OWNER, 0, 1, finished).await;
+        assert_eq!(committed, Ok(Commit::Stored));
+        let rest = purge(&*store, gone).await;
+        assert_eq!((rest.keys, rest.owned), (1, 0));
+        assert_eq!(purge(&*store, gone).await, Purged::default());
+
+        backend.crash().await;
+        let store = backend.store();
+        assert!(store.read(of(gone, 7).key).await.unwrap().is_none());
+        done(&*store, of(kept, 7)).await;
+        // The key may be used anew, for anything.
+        claimed(&*store, of(gone, 7)).await;
+    }
+
+    pub(super) async fn a_purge_makes_room_in_the_quota(backend: &mut dyn Backend) {
+        let store = backend.store();
+        let tenant = Tenant::new("full");
+        let mut n = 0;
+        let full = loop {
+            let request = of(&tenant, n);
+            let key = request.key;
+            match store.claim(request).await {
+                Ok(Claim::Claimed(_)) => {}
+                Err(error) => break error,
+                other => panic!("{other:?}"),
+            }
+            store.dispatch(key, OWNER, 0, attempt(1)).await.unwrap();
+            let finished = sample(n, 0, 1, 3000);
+            store.commit(key, OWNER, 0, 1, finished).await.unwrap();
+            n += 1;
+            assert!(n < 1000, "never full");
+        };
+        assert!(matches!(full, StoreError::Full(_)), "{full:?}");
+        assert_eq!(purge(&*store, &tenant).await.keys, n);
+        claimed(&*store, of(&tenant, n)).await;
     }
 
     pub(super) async fn attempts_follow_each_other(backend: &mut dyn Backend) {
@@ -655,6 +758,8 @@ macro_rules! contracts {
             a_claim_that_nobody_awaits_is_given_back
             a_key_stands_for_one_request
             tenants_do_not_meet
+            a_tenant_is_purged_alone
+            a_purge_makes_room_in_the_quota
             attempts_follow_each_other
             no_such_sample
             a_crash_leaves_finished_samples_and_orphans

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::{
     AttemptRecord, Claim, ClaimRequest, Claimed, Commit, FinishedSample, IncarnationGrant, KeyHash,
-    OwnerId, Store, StoreError, fresh_epoch,
+    OwnerId, Purged, Store, StoreError, fresh_epoch,
     life::{self, Command, Event, Record, Reply, SampleState},
     notes::{Note, PinNote, Recalled, ReplicaNote},
 };
@@ -67,6 +67,8 @@ struct Entry {
     record: Record<Arc<FinishedSample>>,
     changed: Instant,
     bytes: u64,
+    /// Trajectories that its attempts bound.
+    pins: BTreeSet<u128>,
 }
 
 /// What a key costs beside its results.
@@ -207,6 +209,7 @@ impl State {
                     record,
                     changed: now,
                     bytes: 0,
+                    pins: BTreeSet::new(),
                 };
                 self.keys.insert(key, entry);
                 self.by_age.insert((now, key));
@@ -223,6 +226,7 @@ impl State {
         {
             let note = PinNote::bound(attempt.target.clone(), SystemTime::now());
             self.pins.insert(pin, note);
+            entry.pins.insert(pin);
         }
         if applied.event.is_some() {
             self.by_age.remove(&(entry.changed, key));
@@ -252,6 +256,29 @@ impl State {
                 }
             }
         }
+    }
+
+    /// All in one step.
+    fn purge(&mut self, tenant: &Tenant) -> Purged {
+        let mut purged = Purged::default();
+        let mut gone = Vec::new();
+        for (key, entry) in &self.keys {
+            if entry.record.tenant != *tenant {
+                continue;
+            }
+            if entry.record.owner.is_some() {
+                purged.owned += 1;
+                continue;
+            }
+            purged.keys += 1;
+            purged.bytes += entry.bytes;
+            purged.pins.extend(&entry.pins);
+            gone.push(*key);
+        }
+        for key in gone {
+            self.forget(key);
+        }
+        purged
     }
 
     fn expire(&mut self, retention: Duration) {
@@ -384,6 +411,14 @@ impl Store for MemoryStore {
             Ok(entry.map(|entry| as_claim(&entry.record, entry.record.state())))
         }
         .boxed()
+    }
+
+    fn purge(
+        &self,
+        tenant: Tenant,
+        _from: Option<Vec<u8>>,
+    ) -> BoxFuture<'_, Result<Purged, StoreError>> {
+        async move { Ok(self.lock().purge(&tenant)) }.boxed()
     }
 
     fn incarnation(

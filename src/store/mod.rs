@@ -205,6 +205,22 @@ pub struct Claimed {
     pub last_attempts: Vec<u32>,
 }
 
+/// What one step of a purge removed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Purged {
+    /// Keys that are gone.
+    pub keys: u64,
+    /// What they took, in bytes.
+    pub bytes: u64,
+    /// Keys that stay because somebody generates them now.
+    pub owned: u64,
+    /// Trajectories that the removed attempts had bound, as `routing::PinKey`. Their
+    /// notes are the caller's to remove.
+    pub pins: Vec<u128>,
+    /// Where the next step begins; `None`: this was the last one.
+    pub next: Option<Vec<u8>>,
+}
+
 /// Whether a commit took effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Commit {
@@ -323,6 +339,15 @@ pub trait Store: Send + Sync + 'static {
     /// it, without taking ownership: `Claimed` is progress that nobody continues
     /// now. `None`: unknown or expired.
     fn read(&self, key: KeyHash) -> BoxFuture<'_, Result<Option<Claim>, StoreError>>;
+
+    /// Removes some of a tenant's keys, durably as configured before this answers;
+    /// from the beginning, or from where an earlier step said that the next one
+    /// begins. Keys that are new since the first step may be passed over.
+    fn purge(
+        &self,
+        tenant: Tenant,
+        from: Option<Vec<u8>>,
+    ) -> BoxFuture<'_, Result<Purged, StoreError>>;
 
     /// The incarnation of this start of a replica: the same for the same boot
     /// id, else one greater than every earlier one of the replica.

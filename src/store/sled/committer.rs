@@ -35,7 +35,7 @@ use tokio::{sync::OwnedSemaphorePermit, time::Instant};
 
 use super::{
     super::{
-        ClaimRequest, Commit, IncarnationGrant, KeyHash, OwnerId, StoreError,
+        ClaimRequest, Commit, IncarnationGrant, KeyHash, OwnerId, Purged, StoreError,
         account::{StoreStats, Timings},
         life::{Command, Record, Reply},
         notes::{Note, Recalled},
@@ -74,6 +74,7 @@ pub(super) enum Request {
         answer: AnswerTo<Commit>,
     },
     Incarnation(ReplicaId, BootId, AnswerTo<IncarnationGrant>),
+    Purge(Tenant, Option<Vec<u8>>, AnswerTo<Purged>),
     Note(Vec<Note>, AnswerTo<()>),
     Recall(AnswerTo<Recalled>),
     Close(AnswerTo<()>),
@@ -162,6 +163,10 @@ pub(super) struct Gathered {
     pub(super) replicas: HashMap<KeyHash, (u64, StoredReplica)>,
     pub(super) held: Vec<Held>,
     pub(super) unreceived: Vec<(KeyHash, OwnerId)>,
+    /// Done when everything else is decided.
+    pub(super) purges: Vec<(Tenant, Option<Vec<u8>>, AnswerTo<Purged>)>,
+    /// Keys that go with this batch.
+    pub(super) removed: HashSet<KeyHash>,
 }
 
 pub(super) struct Committer {
@@ -331,7 +336,8 @@ impl Committer {
         // The store may be closed only once all of this is answered.
         if self.live.is_some() {
             let expired = self.expire(&mut gathered);
-            let done = expired.and_then(|()| self.write(&mut gathered));
+            let purged = expired.and_then(|()| self.purge(&mut gathered));
+            let done = purged.and_then(|()| self.write(&mut gathered));
             match done {
                 Ok(()) => self.tell(gathered),
                 Err(fault) => self.fall(fault, gathered),

@@ -112,6 +112,10 @@ impl Committer {
             Request::Incarnation(replica, boot, answer) => {
                 self.grant(replica, boot, answer, gathered)
             }
+            Request::Purge(tenant, from, answer) => {
+                gathered.purges.push((tenant, from, answer));
+                Ok(())
+            }
             Request::Note(notes, answer) => self.take_notes(notes, answer, gathered),
             Request::Recall(answer) => self.recall(answer, gathered),
             Request::Close(_) => Ok(()),
@@ -335,6 +339,7 @@ pub(super) fn refuse(request: Request, why: StoreError) {
         Request::Write(_, _, answer) => drop(answer.send(Err(why))),
         Request::Commit { answer, .. } => drop(answer.send(Err(why))),
         Request::Incarnation(_, _, answer) => drop(answer.send(Err(why))),
+        Request::Purge(_, _, answer) => drop(answer.send(Err(why))),
         Request::Note(_, answer) => drop(answer.send(Err(why))),
         Request::Recall(answer) => drop(answer.send(Err(why))),
         Request::Close(answer) => drop(answer.send(Err(why))),

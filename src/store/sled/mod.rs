@@ -21,6 +21,7 @@ mod open;
 mod options;
 mod overlay;
 mod pending;
+mod purge;
 mod record;
 mod recover;
 mod redo;
@@ -62,13 +63,13 @@ use super::account::Account;
 pub use super::account::StoreStats;
 use super::{
     AttemptRecord, Claim, ClaimRequest, Claimed, Commit, FinishedSample, IncarnationGrant, KeyHash,
-    OwnerId, Store, StoreError,
+    OwnerId, Purged, Store, StoreError,
     life::Command,
     notes::{Note, Recalled},
 };
 use crate::{
     error::Error,
-    ids::{BootId, ReplicaId},
+    ids::{BootId, ReplicaId, Tenant},
 };
 
 /// Memory that queued requests may take together, in KiB.
@@ -412,6 +413,15 @@ impl Store for SledStore {
 
     fn read(&self, key: KeyHash) -> BoxFuture<'_, Result<Option<Claim>, StoreError>> {
         self.read_key(key).boxed()
+    }
+
+    fn purge(
+        &self,
+        tenant: Tenant,
+        from: Option<Vec<u8>>,
+    ) -> BoxFuture<'_, Result<Purged, StoreError>> {
+        self.ask(REQUEST_KIB, |answer| Request::Purge(tenant, from, answer))
+            .boxed()
     }
 
     fn incarnation(

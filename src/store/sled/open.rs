@@ -21,7 +21,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
@@ -137,10 +137,35 @@ impl Paths {
     }
 }
 
+/// Makes the folder, for its owner alone. One that others may enter is closed to
+/// them: it holds what models were asked and what they answered. The group of a
+/// volume keeps its access.
+fn make(dir: &Path) -> io::Result<()> {
+    use fs::Permissions;
+    use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)?;
+    let mode = fs::metadata(dir)?.permissions().mode();
+    if mode & 0o007 != 0 {
+        let closed = fs::set_permissions(dir, Permissions::from_mode(mode & 0o770));
+        match closed {
+            Ok(()) => {
+                tracing::warn!(dir = %dir.display(), "others could enter the store's folder: closed to them")
+            }
+            Err(error) => {
+                tracing::warn!(dir = %dir.display(), %error, "others may enter the store's folder: chmod o-rwx");
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Takes the lock of the store and opens it. Blocks; on a large store for
 /// seconds.
 pub(super) fn open(paths: &Paths, options: &SledOptions) -> Result<(Opened, File), OpenError> {
-    fs::create_dir_all(&paths.dir).map_err(|e| paths.unusable(e))?;
+    make(&paths.dir).map_err(|e| paths.unusable(e))?;
     let lock = lock(paths)?;
     Ok((open_locked(paths, options)?, lock))
 }

@@ -156,6 +156,19 @@ impl Fold {
     }
 }
 
+/// The trajectories that an event's attempts bound.
+pub(super) fn bound(key: &[u8], value: &[u8]) -> Vec<u128> {
+    let events = StoredEvent::decode(key, value).map(|(stored, _)| stored.events);
+    let bound = events
+        .into_iter()
+        .flatten()
+        .filter_map(|event| match event {
+            Event::Dispatched { attempt, .. } => attempt.binds,
+            _ => None,
+        });
+    bound.collect()
+}
+
 /// What the disk says about a key.
 pub(super) fn load(view: &View<'_>, hash: KeyHash) -> Result<Result<Fold, Damaged>, ::sled::Error> {
     let mut fold = Fold::default();

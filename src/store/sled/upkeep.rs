@@ -1,5 +1,7 @@
 //! What the committer does by itself: late syncs, expiry, and opening again.
 
+use std::collections::BTreeSet;
+
 use tokio::time::Instant;
 
 use super::{
@@ -12,7 +14,7 @@ use super::{
     layout::{self, Class, DueKey, RecordKey},
     open::put_due,
     options::Durability,
-    record::Fold,
+    record::{self, Fold},
     scan::charge,
 };
 
@@ -21,10 +23,12 @@ const EXPIRE_KEYS: usize = 128;
 const EXPIRE_BYTES: u64 = 8 << 20;
 
 /// A key's records as expiry sees them.
-struct Aged {
-    fold: Fold,
-    records: Vec<Vec<u8>>,
-    bytes: u64,
+pub(super) struct Aged {
+    pub(super) fold: Fold,
+    pub(super) records: Vec<Vec<u8>>,
+    pub(super) bytes: u64,
+    /// Trajectories that its attempts bound.
+    pub(super) pins: BTreeSet<u128>,
 }
 
 impl Committer {
@@ -91,20 +95,25 @@ impl Committer {
             gathered.writes.remove(key);
             // Where somebody works on it, it is looked at again a retention later.
             let mut again = now_ms.saturating_add(retention_ms.max(1));
-            let owned = |active: &Active| active.record.owner.is_some();
-            let busy = gathered.dirty.contains(&hash) || self.active.get(&hash).is_some_and(owned);
-            if !busy {
+            if !self.is_busy(hash, gathered) {
                 let aged = self.aged(hash)?;
                 bytes += aged.bytes;
                 again = aged.fold.last_ms.saturating_add(retention_ms);
                 if again <= now_ms {
-                    self.remove(aged, gathered);
+                    self.remove(hash, aged, gathered);
+                    self.shared.stats(|stats| stats.expired += 1);
                     continue;
                 }
             }
             put_due(&mut gathered.writes, DueKey { at_ms: again, hash }).map_err(unencodable)?;
         }
         Ok(())
+    }
+
+    /// Somebody works on it.
+    pub(super) fn is_busy(&self, hash: KeyHash, gathered: &Gathered) -> bool {
+        let owned = |active: &Active| active.record.owner.is_some();
+        gathered.dirty.contains(&hash) || self.active.get(&hash).is_some_and(owned)
     }
 
     fn due(&self, now_ms: u64) -> Result<Vec<(Vec<u8>, KeyHash)>, Fault> {
@@ -121,12 +130,13 @@ impl Committer {
         Ok(places.collect())
     }
 
-    fn aged(&self, hash: KeyHash) -> Result<Aged, Fault> {
+    pub(super) fn aged(&self, hash: KeyHash) -> Result<Aged, Fault> {
         self.shared.read(|view| {
             let mut aged = Aged {
                 fold: Fold::default(),
                 records: Vec::new(),
                 bytes: 0,
+                pins: BTreeSet::new(),
             };
             let mut damaged = false;
             for (key, value) in view.prefix(&layout::key_prefix(hash))? {
@@ -134,6 +144,7 @@ impl Committer {
                 if event && !damaged {
                     // The account counts what folds up to the damage, too.
                     damaged = aged.fold.add(&key, &value) == Err(Damaged);
+                    aged.pins.extend(record::bound(&key, &value));
                 }
                 aged.bytes += charge(&key, &value);
                 aged.records.push(key);
@@ -142,7 +153,8 @@ impl Committer {
         })
     }
 
-    fn remove(&mut self, aged: Aged, gathered: &mut Gathered) {
+    pub(super) fn remove(&mut self, hash: KeyHash, aged: Aged, gathered: &mut Gathered) {
+        gathered.removed.insert(hash);
         for key in aged.records {
             if let Some(place) = RecordKey::decode(&key) {
                 gathered.retired.push(place.seq);
@@ -157,6 +169,5 @@ impl Committer {
                 live.used.remove(&record.tenant);
             }
         }
-        self.shared.stats(|stats| stats.expired += 1);
     }
 }
