@@ -46,6 +46,13 @@ pub enum Reason {
     Internal,
     NotImplemented,
     DataLoss,
+    // Stored failures know a reason by its place: new ones come last.
+    NoCredentials,
+    CredentialsRefused,
+    RoleMissing,
+    TenantNotFound,
+    TenantActive,
+    TenantBusy,
 }
 
 /// One thing that is wrong with a request.
@@ -151,7 +158,9 @@ impl Reason {
             Self::OutcomeUnknown | Self::StoreFull | Self::StoreFailed => {
                 Some(Duration::from_secs(5))
             }
-            Self::EngineBusy | Self::TooManyWaiters => Some(Duration::from_millis(500)),
+            Self::EngineBusy | Self::TooManyWaiters | Self::TenantBusy => {
+                Some(Duration::from_millis(500))
+            }
             _ => None,
         }
     }

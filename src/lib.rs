@@ -4,6 +4,8 @@
 
 pub mod admin;
 pub mod api;
+pub mod audit;
+pub mod auth;
 pub mod call;
 pub mod cli;
 pub mod config;

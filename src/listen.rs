@@ -4,22 +4,32 @@
 //! `grpc-timeout` outside every layer and answers CANCELLED, and a client must
 //! hear DEADLINE_EXCEEDED. Here the stack's own deadline is the only one.
 
-use std::{convert::Infallible, io, net::SocketAddr, time::Duration};
+use std::{
+    convert::Infallible,
+    io,
+    net::SocketAddr,
+    pin::{Pin, pin},
+    sync::Arc,
+    time::Duration,
+};
 
 use bytes::Bytes;
 use hyper::{body::Incoming, server::conn::http2, service::service_fn};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
-    server::graceful::GracefulShutdown,
+    server::graceful::GracefulConnection,
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite},
     net::{TcpListener, TcpStream},
     task::JoinSet,
+    time::timeout,
 };
 use tokio_util::sync::CancellationToken;
 use tower::{BoxError, Service, ServiceExt};
 use tracing::{debug, warn};
+
+use crate::auth::tls::{ClientName, ServerTls};
 
 /// Where a request comes from, as an extension of it.
 #[derive(Clone, Copy, Debug)]
@@ -55,6 +65,7 @@ pub async fn serve<S, B>(
     listener: TcpListener,
     service: S,
     limits: Limits,
+    tls: Option<Arc<ServerTls>>,
     drain: CancellationToken,
 ) where
     S: Service<http::Request<tonic::body::Body>, Response = http::Response<B>, Error = Infallible>
@@ -65,7 +76,6 @@ pub async fn serve<S, B>(
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
 {
-    let graceful = GracefulShutdown::new();
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -80,24 +90,27 @@ pub async fn serve<S, B>(
                 // Answers are small and awaited; a socket that refuses the option
                 // works too.
                 let _ = stream.set_nodelay(true);
-                let watcher = graceful.watcher();
-                let (service, drain) = (service.clone(), drain.clone());
+                let (service, tls, drain) = (service.clone(), tls.clone(), drain.clone());
                 connections.spawn(async move {
-                    let opened = tokio::select! {
-                        biased;
-                        // Nothing was asked yet.
-                        () = drain.cancelled() => return,
-                        opened = tokio::time::timeout(PREFACE_TIMEOUT, preface(stream)) => opened,
-                    };
-                    match opened {
-                        Ok(Ok(io)) => {
-                            let connection = connection(io, peer, service, limits);
-                            if let Err(error) = watcher.watch(connection).await {
-                                debug!(%peer, %error, "connection ended");
+                    if let Some(ended) = drain.run_until_cancelled(open(stream, tls.as_ref())).await
+                    {
+                        match ended {
+                            Ok((io, client)) => {
+                                let aged = async {
+                                    match (&tls, &client) {
+                                        (Some(tls), Some(_)) => tls.aged().await,
+                                        _ => std::future::pending().await,
+                                    }
+                                };
+                                let who = (Peer(peer), client.clone());
+                                let connection = connection(io, who, service, limits);
+                                let ended = until(connection, &drain, aged).await;
+                                if let Err(error) = ended {
+                                    debug!(%peer, %error, "connection ended");
+                                }
                             }
+                            Err(error) => debug!(%peer, %error, "connection ended"),
                         }
-                        Ok(Err(error)) => debug!(%peer, %error, "connection ended"),
-                        Err(_) => debug!(%peer, "connection without a word closed"),
                     }
                 });
             }
@@ -110,28 +123,71 @@ pub async fn serve<S, B>(
     // Nobody is refused who could still be served elsewhere: the port is closed
     // before the first connection is.
     drop(listener);
-    graceful.shutdown().await;
+    while connections.join_next().await.is_some() {}
+}
+
+/// Runs a connection. From the drain on, or once it is old, it takes no new
+/// request and ends with its last one.
+async fn until<C: GracefulConnection>(
+    connection: C,
+    drain: &CancellationToken,
+    aged: impl Future<Output = ()>,
+) -> Result<(), C::Error> {
+    let mut connection = pin!(connection);
+    tokio::select! {
+        ended = connection.as_mut() => return ended.map(drop),
+        () = drain.cancelled() => {}
+        () = aged => {}
+    }
+    connection.as_mut().graceful_shutdown();
+    connection.await.map(drop)
+}
+
+/// Both ends of a stream.
+trait Io: AsyncRead + AsyncWrite + Send {}
+
+impl<T: AsyncRead + AsyncWrite + Send> Io for T {}
+
+/// Shakes hands, where TLS is spoken, and waits for the preface, both within
+/// their time.
+async fn open(
+    stream: TcpStream,
+    tls: Option<&Arc<ServerTls>>,
+) -> io::Result<(Pin<Box<dyn Io>>, Option<ClientName>)> {
+    let late = |_| io::Error::other("a connection without a word");
+    let Some(tls) = tls else {
+        let (read, write) = stream.into_split();
+        let io = timeout(PREFACE_TIMEOUT, preface(read, write));
+        return Ok((io.await.map_err(late)??, None));
+    };
+    let (stream, client) = tls.accept(stream).await?;
+    let (read, write) = tokio::io::split(stream);
+    let io = timeout(PREFACE_TIMEOUT, preface(read, write));
+    Ok((io.await.map_err(late)??, client))
 }
 
 /// Waits for the preface and gives a stream that begins with it. hyper waits for
 /// it without bound, a drain included: who connects and says nothing (a port
 /// scan, a probe of a load balancer) would hold up every shutdown.
-async fn preface(stream: TcpStream) -> io::Result<impl AsyncRead + AsyncWrite + Send + 'static> {
-    let (mut read, write) = stream.into_split();
+async fn preface(
+    mut read: impl AsyncRead + Send + Unpin + 'static,
+    write: impl AsyncWrite + Send + Unpin + 'static,
+) -> io::Result<Pin<Box<dyn Io>>> {
     let mut preface = [0; PREFACE.len()];
     read.read_exact(&mut preface).await?;
     if preface[..] != *PREFACE {
         return Err(io::Error::other("it does not speak HTTP/2"));
     }
-    Ok(tokio::io::join(PREFACE.chain(read), write))
+    // hyper wants it movable; a stream that is read from two halves is not.
+    Ok(Box::pin(tokio::io::join(PREFACE.chain(read), write)))
 }
 
 fn connection<S, B>(
-    io: impl AsyncRead + AsyncWrite + Send + 'static,
-    peer: SocketAddr,
+    io: Pin<Box<dyn Io>>,
+    (peer, client): (Peer, Option<ClientName>),
     service: S,
     limits: Limits,
-) -> impl hyper_util::server::graceful::GracefulConnection<Error = hyper::Error> + Send
+) -> impl GracefulConnection<Error = hyper::Error> + Send
 where
     S: Service<http::Request<tonic::body::Body>, Response = http::Response<B>, Error = Infallible>
         + Clone
@@ -141,10 +197,11 @@ where
     B: http_body::Body<Data = Bytes> + Send + 'static,
     B::Error: Into<BoxError>,
 {
-    // hyper wants it movable; a stream that is read from two halves is not.
-    let io = Box::pin(io);
     let service = service_fn(move |mut request: http::Request<Incoming>| {
-        request.extensions_mut().insert(Peer(peer));
+        request.extensions_mut().insert(peer);
+        if let Some(client) = &client {
+            request.extensions_mut().insert(client.clone());
+        }
         service.clone().oneshot(request.map(tonic::body::Body::new))
     });
     http2::Builder::new(TokioExecutor::new())
@@ -167,7 +224,7 @@ where
 
 #[cfg(test)]
 mod tests {
-    use tokio::{io::AsyncWriteExt, time::timeout};
+    use tokio::io::AsyncWriteExt;
 
     use super::*;
 
@@ -182,7 +239,7 @@ mod tests {
             Ok::<_, Infallible>(http::Response::new(tonic::body::Body::empty()))
         });
         let limits = Limits { max_streams: 1 };
-        let served = tokio::spawn(serve(listener, service, limits, drain.clone()));
+        let served = tokio::spawn(serve(listener, service, limits, None, drain.clone()));
         let silent = TcpStream::connect(address).await.unwrap();
         let mut slow = TcpStream::connect(address).await.unwrap();
         slow.write_all(&PREFACE[..7]).await.unwrap();

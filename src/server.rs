@@ -22,6 +22,7 @@ use tracing::{info, warn};
 use crate::{
     admin,
     api::{fleet::FleetView, replica::Replicas, sampling::Sampling},
+    auth::{Guard, layer::Authenticate},
     config::Config,
     engine::{
         ClientConfig,
@@ -39,7 +40,7 @@ use crate::{
         sampling_service_server::SamplingServiceServer,
     },
     routing::{Router, RouterConfig},
-    stack::{self, Engines, Parts, deadline::TakeTimeout},
+    stack::{self, Engines, Parts, admission::Admission, deadline::TakeTimeout},
     store::{OwnerId, Store, memory::MemoryStore, sled::SledStore},
     telemetry::{self, metrics::Metrics, rpc::Observed},
 };
@@ -68,6 +69,7 @@ impl Server {
     /// # Errors
     /// When the store cannot be opened or a port cannot be bound.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
+        let guard = Guard::new(&config.auth)?;
         let store = open_store(&config).await?;
         let grpc = bind(config.listen, "gRPC").await?;
         let admin = bind(config.admin_listen, "admin HTTP").await?;
@@ -92,6 +94,7 @@ impl Server {
                 vllm: Arc::new(VllmClient::new(http.clone(), ClientConfig::default())),
             },
             running: Arc::default(),
+            admission: Admission::new(config.stack.admission),
             counters: Arc::default(),
             metrics: Arc::new(Metrics::new(config.measured)),
             poison: Arc::default(),
@@ -111,7 +114,7 @@ impl Server {
         let ended = tokio::spawn(serve(
             config,
             parts.clone(),
-            egress,
+            (guard, egress),
             (noted, keeping),
             grpc,
             admin,
@@ -186,7 +189,7 @@ async fn bind(address: SocketAddr, what: &str) -> anyhow::Result<TcpListener> {
 async fn serve(
     config: Config,
     parts: Parts,
-    egress: Arc<Egress>,
+    (guard, egress): (Guard, Arc<Egress>),
     (noted, keeping): (CancellationToken, JoinHandle<()>),
     grpc: TcpListener,
     admin: TcpListener,
@@ -201,6 +204,7 @@ async fn serve(
     let registry = telemetry::registry(&parts, Arc::clone(&config.spans));
     let page = admin::Page::new(registry, Arc::clone(&parts.store), drain.clone());
     tokio::spawn(admin::serve(admin, page, stop.clone()));
+    guard.keep(stop.clone());
 
     let (health, health_service) = tonic_health::server::health_reporter();
     health
@@ -231,6 +235,7 @@ async fn serve(
             .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
     };
 
+    // Whether anybody may call it is the guard's to say.
     let routes = Routes::new(health_service)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?)
@@ -250,6 +255,8 @@ async fn serve(
         .layer(PropagateRequestIdLayer::new(REQUEST_ID))
         // Outside of all that may refuse: a refusal counts too.
         .layer_fn(|inner| Observed::new(inner, Arc::clone(&parts.metrics)))
+        // Nothing below is reached by a caller who may not.
+        .layer(Authenticate(Arc::clone(&guard.gate)))
         // The stack keeps the deadline: see `listen`.
         .layer_fn(TakeTimeout::new)
         .service(routes);
@@ -257,7 +264,7 @@ async fn serve(
     let limits = Limits {
         max_streams: config.max_streams,
     };
-    let server = listen::serve(grpc, service, limits, drain.clone());
+    let server = listen::serve(grpc, service, limits, guard.tls, drain.clone());
     tokio::pin!(server);
 
     tokio::select! {

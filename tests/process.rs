@@ -160,7 +160,7 @@ fn the_configuration_is_checked_whole_and_nothing_is_bound() {
         "0",
     ]));
     assert!(
-        !ok && text.contains("authentication") && text.contains("load-factor"),
+        !ok && text.contains("credentials") && text.contains("load-factor"),
         "{text}"
     );
 }

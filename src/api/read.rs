@@ -8,18 +8,19 @@ use bytes::Bytes;
 use tokio::time::Instant;
 
 use crate::{
+    auth::Caller,
     call::{
         Group, LogprobsWanted, OnAbort, OnLost, Prompt, RoutingPolicy, SampleCall, SampleParams,
         Sampling, Structured, WeightsConstraint, WeightsWanted,
     },
     error::Violation,
-    ids::{AffinityKey, IdempotencyKey, Tenant},
+    ids::{AffinityKey, IdempotencyKey},
     proto,
 };
 
 /// What a call brings besides its message.
 pub(super) struct Context {
-    pub(super) tenant: Tenant,
+    pub(super) caller: Caller,
     pub(super) request_id: Arc<str>,
     pub(super) deadline: Option<Instant>,
 }
@@ -56,7 +57,7 @@ pub(super) fn call(message: proto::SampleRequest, context: Context) -> SampleCal
         packed_output,
     };
     SampleCall {
-        tenant: context.tenant,
+        tenant: context.caller.tenant,
         request_id: context.request_id,
         deadline: context.deadline,
         idempotency_key: message.idempotency_key.map(IdempotencyKey::new),

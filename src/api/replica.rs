@@ -1,13 +1,15 @@
 //! `ReplicaService`.
 
-use std::sync::Arc;
+use std::{net::SocketAddr, sync::Arc};
 
 use tonic::{Request, Response, Status};
 
 use super::{fleet::time, register, write};
 use crate::{
+    auth::Caller,
     engine::egress::Egress,
-    fleet::{Beat, Fleet},
+    error::Error,
+    fleet::{Beat, Fleet, Registered},
     ids::{Incarnation, ReplicaId},
     listen::Peer,
     proto::{self, replica_service_server::ReplicaService},
@@ -33,16 +35,33 @@ impl Replicas {
     }
 }
 
+fn peer<T>(request: &Request<T>) -> Option<SocketAddr> {
+    request.extensions().get::<Peer>().map(|peer| peer.0)
+}
+
+impl Replicas {
+    async fn register(
+        &self,
+        message: proto::RegisterReplicaRequest,
+        peer: Option<SocketAddr>,
+    ) -> Result<Registered, Error> {
+        let facts = register::facts(message, peer, &self.rules)?;
+        register::reachable(&facts, &self.egress).await?;
+        self.fleet.register(facts).await
+    }
+}
+
 #[tonic::async_trait]
 impl ReplicaService for Replicas {
     async fn register_replica(
         &self,
         request: Request<proto::RegisterReplicaRequest>,
     ) -> Result<Response<proto::RegisterReplicaResponse>, Status> {
-        let caller = request.extensions().get::<Peer>().map(|peer| peer.0);
-        let facts = register::facts(request.into_inner(), caller, &self.rules)?;
-        register::reachable(&facts, &self.egress).await?;
-        let registered = self.fleet.register(facts).await?;
+        let (caller, peer) = (Caller::of(&request), peer(&request));
+        let id = request.get_ref().replica_id.clone();
+        let registered = self.register(request.into_inner(), peer).await;
+        caller.did("register", &id, &registered);
+        let registered = registered?;
         Ok(Response::new(proto::RegisterReplicaResponse {
             incarnation: registered.incarnation.0,
             lease_ttl: write::duration(registered.lease_ttl),
@@ -81,11 +100,11 @@ impl ReplicaService for Replicas {
         &self,
         request: Request<proto::DeregisterReplicaRequest>,
     ) -> Result<Response<proto::DeregisterReplicaResponse>, Status> {
+        let caller = Caller::of(&request);
         let message = request.into_inner();
-        self.fleet.deregister(
-            &ReplicaId::new(message.replica_id),
-            Incarnation(message.incarnation),
-        );
+        let id = ReplicaId::new(message.replica_id);
+        self.fleet.deregister(&id, Incarnation(message.incarnation));
+        caller.did("deregister", id.as_str(), &Ok(()));
         Ok(Response::new(proto::DeregisterReplicaResponse {}))
     }
 }

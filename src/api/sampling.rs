@@ -12,6 +12,7 @@ use super::{
     write,
 };
 use crate::{
+    auth::{Caller, Role},
     error::{Error, Reason},
     ids::{AffinityKey, Tenant},
     proto::{self, sampling_service_server::SamplingService},
@@ -37,10 +38,18 @@ impl Sampling {
     }
 }
 
+/// A policy other than the server's is for ablations.
+fn may_route(context: &Context, request: &proto::SampleRequest) -> Result<(), Error> {
+    if request.routing_policy == i32::from(proto::RoutingPolicy::Unspecified) {
+        return Ok(());
+    }
+    context.caller.must_be(Role::Admin, "routing_policy")
+}
+
 fn context<T>(request: &Request<T>) -> Context {
     let extensions = request.extensions();
     Context {
-        tenant: Tenant::default(),
+        caller: Caller::of(request),
         request_id: request_id(extensions),
         deadline: extensions.get::<CallerDeadline>().map(|d| d.0),
     }
@@ -53,6 +62,7 @@ impl SamplingService for Sampling {
         request: Request<proto::SampleRequest>,
     ) -> Result<Response<proto::SampleResponse>, Status> {
         let context = context(&request);
+        may_route(&context, request.get_ref())?;
         let request_id = Arc::clone(&context.request_id);
         let call = read::call(request.into_inner(), context);
         let (packed, keyed) = (call.params.packed_output, call.idempotency_key.is_some());
@@ -78,6 +88,7 @@ impl SamplingService for Sampling {
         request: Request<proto::SampleRequest>,
     ) -> Result<Response<EventStream>, Status> {
         let context = context(&request);
+        may_route(&context, request.get_ref())?;
         let request_id = Arc::clone(&context.request_id);
         let call = read::call(request.into_inner(), context);
         let mut untold = Untold::new(&self.parts.fleet, Method::SampleStream, &call);
@@ -98,10 +109,10 @@ impl SamplingService for Sampling {
         request: Request<proto::GetSampleRequest>,
     ) -> Result<Response<proto::GetSampleResponse>, Status> {
         let Context {
-            tenant, request_id, ..
+            caller, request_id, ..
         } = context(&request);
         let message = request.into_inner();
-        let named = lookup::named(&self.parts, &tenant, message.idempotency_key)?;
+        let named = lookup::named(&self.parts, &caller.tenant, message.idempotency_key)?;
         let response =
             lookup::get(&self.parts, named, message.output_encoding, &request_id).await?;
         Ok(Response::new(response))
@@ -111,7 +122,7 @@ impl SamplingService for Sampling {
         &self,
         request: Request<proto::CancelSampleRequest>,
     ) -> Result<Response<proto::CancelSampleResponse>, Status> {
-        let tenant = context(&request).tenant;
+        let tenant = Caller::of(&request).tenant;
         let key = request.into_inner().idempotency_key;
         let named = lookup::named(&self.parts, &tenant, key)?;
         Ok(Response::new(lookup::cancel(&self.parts, named).await?))
@@ -121,14 +132,20 @@ impl SamplingService for Sampling {
         &self,
         request: Request<proto::FinishTrajectoryRequest>,
     ) -> Result<Response<proto::FinishTrajectoryResponse>, Status> {
-        let tenant = context(&request).tenant;
+        let caller = Caller::of(&request);
+        let message = request.get_ref();
         let key = trajectory(
             &self.parts,
-            &tenant,
-            request.get_ref().model.as_deref(),
-            request.get_ref().adapter.as_deref(),
-            &request.get_ref().cache_affinity_key,
-        )?;
+            &caller.tenant,
+            message.model.as_deref(),
+            message.adapter.as_deref(),
+            &message.cache_affinity_key,
+        );
+        let shown = key
+            .as_ref()
+            .map_or_else(|_| String::new(), |key| format!("{:032x}", key.0));
+        caller.did("finish", &shown, &key);
+        let key = key?;
         Ok(Response::new(proto::FinishTrajectoryResponse {
             unpinned: self.parts.router.finish(key),
         }))

@@ -18,24 +18,31 @@ impl Reason {
             | Self::PromptTooLong
             | Self::TokenOutOfVocabulary
             | Self::EngineRefused => Code::InvalidArgument,
-            Self::ModelNotFound | Self::KeyNotFound | Self::ReplicaNotFound | Self::Reregister => {
-                Code::NotFound
-            }
+            Self::ModelNotFound
+            | Self::KeyNotFound
+            | Self::ReplicaNotFound
+            | Self::TenantNotFound
+            | Self::Reregister => Code::NotFound,
+            Self::NoCredentials | Self::CredentialsRefused => Code::Unauthenticated,
+            Self::RoleMissing => Code::PermissionDenied,
             Self::IdempotencyKeyReused => Code::AlreadyExists,
             Self::WeightsNotServed
             | Self::NotSupported
             | Self::StaleIncarnation
             | Self::IncarnationDead
             | Self::LastReplica
+            | Self::TenantActive
             | Self::PromptCondemned => Code::FailedPrecondition,
             Self::NoReplica
             | Self::ReplicaLost
             | Self::OutcomeUnknown
             | Self::StoreFailed
             | Self::ShuttingDown => Code::Unavailable,
-            Self::EngineBusy | Self::TooManyWaiters | Self::StoreFull | Self::FleetFull => {
-                Code::ResourceExhausted
-            }
+            Self::EngineBusy
+            | Self::TooManyWaiters
+            | Self::TenantBusy
+            | Self::StoreFull
+            | Self::FleetFull => Code::ResourceExhausted,
             Self::Deadline => Code::DeadlineExceeded,
             Self::Cancelled => Code::Cancelled,
             Self::EngineMisbehaved | Self::Internal => Code::Internal,
@@ -62,6 +69,12 @@ impl Reason {
             Self::IncarnationDead => "INCARNATION_DEAD",
             Self::LastReplica => "LAST_REPLICA",
             Self::FleetFull => "FLEET_FULL",
+            Self::NoCredentials => "NO_CREDENTIALS",
+            Self::CredentialsRefused => "CREDENTIALS_REFUSED",
+            Self::RoleMissing => "ROLE_MISSING",
+            Self::TenantNotFound => "TENANT_NOT_FOUND",
+            Self::TenantActive => "TENANT_ACTIVE",
+            Self::TenantBusy => "TENANT_BUSY",
             Self::NoReplica => "NO_REPLICA",
             Self::ReplicaLost => "REPLICA_LOST",
             Self::OutcomeUnknown => "OUTCOME_UNKNOWN",
@@ -82,7 +95,7 @@ impl Reason {
     }
 
     /// All of them.
-    pub const ALL: [Self; 31] = [
+    pub const ALL: [Self; 37] = [
         Self::InvalidRequest,
         Self::ModelAmbiguous,
         Self::PromptTooLong,
@@ -98,6 +111,12 @@ impl Reason {
         Self::IncarnationDead,
         Self::LastReplica,
         Self::FleetFull,
+        Self::NoCredentials,
+        Self::CredentialsRefused,
+        Self::RoleMissing,
+        Self::TenantNotFound,
+        Self::TenantActive,
+        Self::TenantBusy,
         Self::NoReplica,
         Self::ReplicaLost,
         Self::OutcomeUnknown,

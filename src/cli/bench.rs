@@ -4,10 +4,13 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Subcommand;
 
-use crate::harness::{
-    self, AffinityBench,
-    affinity::{ArmOrder, Baseline},
-    progress::Bar,
+use crate::{
+    auth::client::Access,
+    harness::{
+        self, AffinityBench,
+        affinity::{ArmOrder, Baseline},
+        progress::Bar,
+    },
 };
 
 /// Options.
@@ -34,6 +37,8 @@ struct AffinityArgs {
         default_value = "http://127.0.0.1:7700"
     )]
     control_plane: String,
+    #[command(flatten)]
+    access: Access,
     /// Model to sample from; may be left out where one is served.
     #[arg(long)]
     model: Option<String>,
@@ -127,6 +132,7 @@ async fn affinity(args: AffinityArgs) -> anyhow::Result<()> {
     }
     let bench = AffinityBench {
         control_plane: args.control_plane,
+        access: args.access,
         model: args.model,
         replicas: args.replicas,
         wait: args.wait,

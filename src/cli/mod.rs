@@ -6,6 +6,7 @@ pub mod drain;
 pub mod explain;
 mod operator;
 pub mod pin;
+pub mod purge;
 pub mod replica;
 pub mod replicas;
 pub mod resume;
@@ -14,6 +15,7 @@ pub mod sidecar;
 pub mod sim_engine;
 pub mod simulate;
 pub mod stats;
+pub mod token;
 
 use std::process::ExitCode;
 
@@ -55,6 +57,10 @@ enum Command {
     Explain(explain::Args),
     /// Show what happened since the control plane's start.
     Stats(stats::Args),
+    /// Remove what is kept of a tenant.
+    Purge(purge::Args),
+    /// Make a token for a caller, and the line by which the control plane knows it.
+    Token(token::Args),
     /// Compare routing policies on a trace, in virtual time.
     Simulate(Box<simulate::Args>),
 }
@@ -80,6 +86,8 @@ impl Cli {
             Command::Pin(args) => pin::run(args).await,
             Command::Explain(args) => explain::run(args).await,
             Command::Stats(args) => stats::run(args).await,
+            Command::Purge(args) => purge::run(args).await,
+            Command::Token(args) => token::run(&args),
             Command::Simulate(args) => simulate::run(*args).await,
         }
     }

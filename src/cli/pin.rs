@@ -14,6 +14,9 @@ pub struct Args {
     /// Its LoRA adapter.
     #[arg(long)]
     adapter: Option<String>,
+    /// Whose key it is [default: the caller's own tenant].
+    #[arg(long)]
+    tenant: Option<String>,
     /// One JSON document.
     #[arg(long)]
     json: bool,
@@ -33,6 +36,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         model: args.model,
         adapter: args.adapter,
         cache_affinity_key: args.key,
+        tenant: args.tenant,
     };
     let answer = operator.call(client.get_pin(request)).await?;
     let Some(pin) = answer.pin else {

@@ -6,6 +6,7 @@ use anyhow::bail;
 use clap::CommandFactory;
 
 use crate::{
+    auth::{AuthConfig, Guard},
     config::{Config, Options, unknown_variables},
     failpoint,
     server::{Server, drain_on_signals},
@@ -47,6 +48,11 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     };
     let mut config = Config::resolve(args.options.or(file))?;
     if args.check_config {
+        // Nothing is made by a check.
+        Guard::new(&AuthConfig {
+            audit_log: None,
+            ..config.auth.clone()
+        })?;
         println!("{config:#?}");
         return Ok(());
     }

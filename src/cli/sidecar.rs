@@ -7,6 +7,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    auth::client::Access,
     call,
     fleet::facts::EngineKind,
     sidecar::{AcceleratorConfig, Sidecar, SidecarConfig, Timing},
@@ -22,6 +23,8 @@ pub struct Args {
         default_value = "http://127.0.0.1:7700"
     )]
     control_plane: String,
+    #[command(flatten)]
+    access: Access,
     /// The engine, as it is reached from here: `http://host:port`.
     #[arg(long, env = "BERTH_SIDECAR_ENGINE_URL")]
     engine_url: String,
@@ -123,6 +126,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         .unwrap_or_else(|| default_id(&host_name(), &args.engine_url));
     let overrides = *args.overrides;
     let config = SidecarConfig {
+        access: args.access,
         engine: match args.engine {
             Engine::Sglang => EngineKind::Sglang,
             Engine::Vllm => EngineKind::Vllm,

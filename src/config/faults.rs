@@ -14,15 +14,23 @@ impl Config {
                 faults.push(fault);
             }
         };
-        for (option, address) in [("listen", self.listen), ("admin-listen", self.admin_listen)] {
-            check(
-                address.ip().is_loopback(),
-                format!(
-                    "{option}: {address} is not a loopback address, and this server has no \
-                     authentication: whoever reaches it could read prompts and register replicas"
-                ),
-            );
-        }
+        check(
+            self.listen.ip().is_loopback() || self.auth.credentials.is_some(),
+            format!(
+                "listen: {} is not a loopback address, and without a file of credentials whoever \
+                 reaches it could read prompts and register replicas: make one with `berth \
+                 token` and name it in credentials",
+                self.listen
+            ),
+        );
+        check(
+            self.admin_listen.ip().is_loopback(),
+            format!(
+                "admin-listen: {} is not a loopback address, and the admin port knows no \
+                 credentials",
+                self.admin_listen
+            ),
+        );
         check(
             self.listen != self.admin_listen || self.listen.port() == 0,
             format!("listen and admin-listen are both {}", self.listen),
@@ -70,6 +78,10 @@ impl Config {
         }
         if let Some(moves) = self.router.moves {
             within("move-margin", moves.margin, Duration::ZERO, DAY);
+        }
+        if let Some(tls) = &self.auth.tls {
+            within("tls-handshake-timeout", tls.handshake_timeout, ms(100), DAY);
+            within("tls-connection-age", tls.connection_age, ms(1000), DAY);
         }
         within("pin-ttl", self.router.pin_ttl, ms(1000), 30 * DAY);
         within(
@@ -129,6 +141,18 @@ impl Config {
         check(
             (1..=100).contains(&self.stack.max_attempts),
             "max-attempts: must be from 1 to 100".to_owned(),
+        );
+        let admission = &self.stack.admission;
+        for (option, value) in [
+            ("max-in-flight", admission.max_samples),
+            ("tenant-max-in-flight", admission.tenant_samples),
+            ("tenant-max-bytes", admission.tenant_bytes),
+        ] {
+            check(value >= 1, format!("{option}: must be at least 1"));
+        }
+        check(
+            admission.tenant_queue <= 1_000_000,
+            "tenant-queue: must be from 0 to 1000000".to_owned(),
         );
         check(
             (1 << 16..=1 << 30).contains(&self.max_message_bytes),

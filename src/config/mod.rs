@@ -9,10 +9,11 @@ use anyhow::bail;
 use ipnet::IpNet;
 
 use crate::{
+    auth::{AuthConfig, TlsConfig},
     engine::egress::Egress,
     fleet::{FleetConfig, health::HealthConfig, lease::LeaseConfig},
     routing::{KvAdmission, MoveConfig, RouterConfig},
-    stack::StackConfig,
+    stack::{StackConfig, admission::AdmissionConfig},
     store::sled::{Durability, SledOptions},
     telemetry::otlp::{OtlpConfig, SpanCounts},
 };
@@ -51,6 +52,8 @@ pub struct Config {
     pub max_streams: u32,
     /// Calls in flight at a shutdown.
     pub drain_timeout: Duration,
+    /// Who may do what.
+    pub auth: AuthConfig,
     /// Log lines.
     pub log_format: LogFormat,
     /// What to log.
@@ -81,6 +84,7 @@ impl Default for Config {
             max_message_bytes: 16 << 20,
             max_streams: 4096,
             drain_timeout: Duration::from_secs(30),
+            auth: AuthConfig::default(),
             log_format: LogFormat::default(),
             log: "info".to_owned(),
             otlp: None,
@@ -99,6 +103,7 @@ impl Config {
         let default = Self::default();
         let mut faults = Vec::new();
         let listen = options.listen.unwrap_or(default.listen);
+        let tls = tls(&options, &mut faults);
         let egress = Egress {
             networks: options
                 .engine_networks
@@ -107,7 +112,7 @@ impl Config {
                 .engine_ports
                 .map_or(default.egress.ports, |text| ports(&text, &mut faults)),
             loopback: listen.ip().is_loopback(),
-            own: Vec::new(),
+            ..Egress::default()
         };
         let config = Self {
             listen,
@@ -201,6 +206,20 @@ impl Config {
                     .unwrap_or(default.stack.default_deadline),
                 grace: options.grace.unwrap_or(default.stack.grace),
                 max_attempts: options.max_attempts.unwrap_or(default.stack.max_attempts),
+                admission: AdmissionConfig {
+                    max_samples: options
+                        .max_in_flight
+                        .unwrap_or(default.stack.admission.max_samples),
+                    tenant_samples: options
+                        .tenant_max_in_flight
+                        .unwrap_or(default.stack.admission.tenant_samples),
+                    tenant_bytes: options
+                        .tenant_max_bytes
+                        .unwrap_or(default.stack.admission.tenant_bytes),
+                    tenant_queue: options
+                        .tenant_queue
+                        .unwrap_or(default.stack.admission.tenant_queue),
+                },
                 ..default.stack
             },
             max_message_bytes: options
@@ -208,6 +227,12 @@ impl Config {
                 .unwrap_or(default.max_message_bytes),
             max_streams: options.max_streams.unwrap_or(default.max_streams),
             drain_timeout: options.drain_timeout.unwrap_or(default.drain_timeout),
+            auth: AuthConfig {
+                credentials: options.credentials,
+                reflection: options.reflection.unwrap_or_default(),
+                audit_log: options.audit_log,
+                tls,
+            },
             log_format: options.log_format.unwrap_or(default.log_format),
             log: options.log.unwrap_or(default.log),
             otlp: options.otlp_endpoint.map(|endpoint| OtlpConfig {
@@ -225,6 +250,39 @@ impl Config {
         }
         Ok(config)
     }
+}
+
+/// TLS, where its files are named.
+fn tls(options: &Options, faults: &mut Vec<String>) -> Option<TlsConfig> {
+    let (cert, key) = match (options.tls_cert.clone(), options.tls_key.clone()) {
+        (Some(cert), Some(key)) => (cert, key),
+        (None, None) => {
+            if options.tls_client_ca.is_some() {
+                faults.push("tls-client-ca: needs tls-cert and tls-key".to_owned());
+            }
+            return None;
+        }
+        _ => {
+            faults.push("tls-cert and tls-key: each needs the other".to_owned());
+            return None;
+        }
+    };
+    let tls = TlsConfig {
+        cert,
+        key,
+        client_ca: options.tls_client_ca.clone(),
+        require_client_cert: options.tls_require_client_cert.unwrap_or(false),
+        handshake_timeout: options
+            .tls_handshake_timeout
+            .unwrap_or(Duration::from_secs(10)),
+        connection_age: options
+            .tls_connection_age
+            .unwrap_or(Duration::from_secs(600)),
+    };
+    if tls.require_client_cert && tls.client_ca.is_none() {
+        faults.push("tls-require-client-cert: needs tls-client-ca".to_owned());
+    }
+    Some(tls)
 }
 
 /// Networks in a row; what is none is a fault.

@@ -10,6 +10,8 @@ use std::{
 use anyhow::Context;
 use serde::Deserialize;
 
+use crate::auth::Reflection;
+
 /// Every option of `berth serve`, as flags, environment and file give it. All
 /// are optional: what none of them gives is a default.
 #[derive(Clone, Debug, Default, clap::Args, Deserialize)]
@@ -172,6 +174,24 @@ pub struct Options {
     #[arg(long, env = "BERTH_MAX_ATTEMPTS", value_name = "N")]
     pub max_attempts: Option<u32>,
 
+    /// Samples in flight at most, of all tenants together; more wait for their turn.
+    /// [default: 65536]
+    #[arg(long, env = "BERTH_MAX_IN_FLIGHT", value_name = "N")]
+    pub max_in_flight: Option<u64>,
+
+    /// Of one tenant. [default: 16384]
+    #[arg(long, env = "BERTH_TENANT_MAX_IN_FLIGHT", value_name = "N")]
+    pub tenant_max_in_flight: Option<u64>,
+
+    /// Bytes of prompts that one tenant has in flight at most; as many more may wait.
+    /// [default: 2147483648]
+    #[arg(long, env = "BERTH_TENANT_MAX_BYTES", value_name = "N")]
+    pub tenant_max_bytes: Option<u64>,
+
+    /// Calls of one tenant that wait at most; more are refused. [default: 4096]
+    #[arg(long, env = "BERTH_TENANT_QUEUE", value_name = "N")]
+    pub tenant_queue: Option<usize>,
+
     /// Bytes of one request or response message. [default: 16777216]
     #[arg(long, env = "BERTH_MAX_MESSAGE_BYTES", value_name = "N")]
     pub max_message_bytes: Option<usize>,
@@ -184,6 +204,51 @@ pub struct Options {
     #[arg(long, env = "BERTH_DRAIN_TIMEOUT", value_name = "TIME", value_parser = time)]
     #[serde(default, deserialize_with = "time_option")]
     pub drain_timeout: Option<Duration>,
+
+    /// File of credentials: who may call, one a line as `berth token` prints it. Read again when
+    /// it changes. Without one, everybody who reaches the server may do everything, so it then
+    /// listens on loopback addresses only.
+    #[arg(long, env = "BERTH_CREDENTIALS", value_name = "FILE")]
+    pub credentials: Option<PathBuf>,
+
+    /// Who may use gRPC reflection: on (every caller with credentials), admin or off.
+    /// [default: on]
+    #[arg(long, env = "BERTH_REFLECTION", value_name = "WHO")]
+    pub reflection: Option<Reflection>,
+
+    /// File to which the audit log is appended, opened again on SIGHUP. [default: the log, as
+    /// target audit]
+    #[arg(long, env = "BERTH_AUDIT_LOG", value_name = "FILE")]
+    pub audit_log: Option<PathBuf>,
+
+    /// The server's certificate with its chain, PEM: the gRPC port then speaks TLS. This and the
+    /// files below are read again when they change.
+    #[arg(long, env = "BERTH_TLS_CERT", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// Its key, PEM.
+    #[arg(long, env = "BERTH_TLS_KEY", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+
+    /// Authorities of clients' certificates, PEM. A client is known by its certificate's one URI
+    /// name, where it sends no token.
+    #[arg(long, env = "BERTH_TLS_CLIENT_CA", value_name = "FILE")]
+    pub tls_client_ca: Option<PathBuf>,
+
+    /// Do not talk to clients without a certificate, health checks included. [default: false]
+    #[arg(long, env = "BERTH_TLS_REQUIRE_CLIENT_CERT", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub tls_require_client_cert: Option<bool>,
+
+    /// From a connection to the end of its TLS handshake at most. [default: 10s]
+    #[arg(long, env = "BERTH_TLS_HANDSHAKE_TIMEOUT", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub tls_handshake_timeout: Option<Duration>,
+
+    /// A connection with a client's certificate is ended after so long, without failing a call:
+    /// certificates must be renewed so long before their end. [default: 10m]
+    #[arg(long, env = "BERTH_TLS_CONNECTION_AGE", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub tls_connection_age: Option<Duration>,
 
     /// Log format: human or json. [default: human]
     #[arg(long, env = "BERTH_LOG_FORMAT", value_name = "FORMAT")]
@@ -276,9 +341,24 @@ impl Options {
             default_deadline: self.default_deadline.or(other.default_deadline),
             grace: self.grace.or(other.grace),
             max_attempts: self.max_attempts.or(other.max_attempts),
+            max_in_flight: self.max_in_flight.or(other.max_in_flight),
+            tenant_max_in_flight: self.tenant_max_in_flight.or(other.tenant_max_in_flight),
+            tenant_max_bytes: self.tenant_max_bytes.or(other.tenant_max_bytes),
+            tenant_queue: self.tenant_queue.or(other.tenant_queue),
             max_message_bytes: self.max_message_bytes.or(other.max_message_bytes),
             max_streams: self.max_streams.or(other.max_streams),
             drain_timeout: self.drain_timeout.or(other.drain_timeout),
+            credentials: self.credentials.or(other.credentials),
+            reflection: self.reflection.or(other.reflection),
+            audit_log: self.audit_log.or(other.audit_log),
+            tls_cert: self.tls_cert.or(other.tls_cert),
+            tls_key: self.tls_key.or(other.tls_key),
+            tls_client_ca: self.tls_client_ca.or(other.tls_client_ca),
+            tls_require_client_cert: self
+                .tls_require_client_cert
+                .or(other.tls_require_client_cert),
+            tls_handshake_timeout: self.tls_handshake_timeout.or(other.tls_handshake_timeout),
+            tls_connection_age: self.tls_connection_age.or(other.tls_connection_age),
             log_format: self.log_format.or(other.log_format),
             log: self.log.or(other.log),
             otlp_endpoint: self.otlp_endpoint.or(other.otlp_endpoint),

@@ -71,3 +71,33 @@ fn misspelt_variables_are_found() {
         ["BERTH_LISTN"]
     );
 }
+
+#[test]
+fn the_network_is_served_only_with_credentials() {
+    let open = "listen = \"0.0.0.0:7700\"";
+    let error = Config::resolve(toml::from_str(open).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("credentials"), "{error}");
+    let known = format!("{open}\ncredentials = \"/etc/berth/credentials\"");
+    let config = Config::resolve(toml::from_str(&known).unwrap()).unwrap();
+    // Who serves a network does not find engines on its own machine unless told so.
+    assert!(!config.egress.loopback);
+    let admin = format!("{known}\nadmin-listen = \"0.0.0.0:7701\"");
+    let error = Config::resolve(toml::from_str(&admin).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("admin-listen"), "{error}");
+}
+
+#[test]
+fn tls_needs_all_its_files() {
+    let resolve = |text: &str| Config::resolve(toml::from_str(text).unwrap());
+    let pair = "tls-cert = \"c\"\ntls-key = \"k\"";
+    assert!(resolve(pair).unwrap().auth.tls.is_some());
+    for wrong in [
+        "tls-cert = \"c\"",
+        "tls-key = \"k\"",
+        "tls-client-ca = \"a\"",
+        &format!("{pair}\ntls-require-client-cert = true"),
+        &format!("{pair}\ntls-handshake-timeout = \"1ms\""),
+    ] {
+        assert!(resolve(wrong).is_err(), "{wrong}");
+    }
+}

@@ -7,6 +7,7 @@
 //! those that were checked is used. Redirects are never followed (`http`).
 
 use std::{
+    collections::BTreeMap,
     fmt,
     future::Future,
     io,
@@ -44,6 +45,8 @@ pub struct Egress {
     pub loopback: bool,
     /// Berth's own addresses, which are no engine's.
     pub own: Vec<SocketAddr>,
+    /// What names stand for, before any name server is asked.
+    pub hosts: BTreeMap<String, Vec<IpAddr>>,
 }
 
 impl Default for Egress {
@@ -55,6 +58,7 @@ impl Default for Egress {
             ports: vec![1..=u16::MAX],
             loopback: true,
             own: Vec::new(),
+            hosts: BTreeMap::new(),
         }
     }
 }
@@ -122,9 +126,10 @@ impl Egress {
     /// Why not.
     pub async fn resolve(&self, host: &str, port: u16) -> Result<Vec<SocketAddr>, Forbidden> {
         let unresolved = |why: String| Forbidden::Unresolved(host.to_owned(), why);
-        let addresses: Vec<SocketAddr> = match literal(host) {
-            Some(ip) => vec![SocketAddr::new(ip, port)],
-            None => tokio::net::lookup_host((host, port))
+        let addresses: Vec<SocketAddr> = match (literal(host), self.hosts.get(host)) {
+            (Some(ip), _) => vec![SocketAddr::new(ip, port)],
+            (None, Some(known)) => known.iter().map(|ip| SocketAddr::new(*ip, port)).collect(),
+            (None, None) => tokio::net::lookup_host((host, port))
                 .await
                 .map_err(|error| unresolved(error.to_string()))?
                 .take(MAX_ADDRESSES + 1)
@@ -322,6 +327,7 @@ mod tests {
                 "0.0.0.0:8001".parse().unwrap(),
                 "10.0.0.9:8002".parse().unwrap(),
             ],
+            ..Egress::default()
         };
         allowed(&egress, "10.0.0.1:8000");
         allowed(&egress, "[fd12::7]:30000");

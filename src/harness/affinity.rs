@@ -13,7 +13,10 @@ use super::{
     report::{FleetSummary, Report, Workload},
     workload::random_run_id,
 };
-use crate::proto::{FinishTrajectoryRequest, RoutingPolicy};
+use crate::{
+    auth::client::Access,
+    proto::{FinishTrajectoryRequest, RoutingPolicy},
+};
 
 /// Bounds a run to what fits in a report: turns of both arms, each recorded.
 const MAX_REQUESTS: u64 = 1_000_000;
@@ -27,6 +30,8 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct AffinityBench {
     /// `http://host:port` of the control plane's gRPC.
     pub control_plane: String,
+    /// How to show it who calls.
+    pub access: Access,
     /// May be unset where the healthy replicas serve one model.
     pub model: Option<String>,
     /// Replicas that must be healthy, no fewer and no more. Unset: however many
@@ -70,6 +75,7 @@ impl Default for AffinityBench {
     fn default() -> Self {
         Self {
             control_plane: "http://127.0.0.1:7700".to_owned(),
+            access: Access::default(),
             model: None,
             replicas: None,
             wait: Duration::from_secs(120),
@@ -263,7 +269,7 @@ fn refuse(faults: &[String]) -> anyhow::Result<()> {
 /// report is made of a part.
 pub async fn run(bench: AffinityBench, progress: impl Progress) -> anyhow::Result<Report> {
     refuse(&bench.faults())?;
-    let client = Client::new(&bench.control_plane, bench.concurrency)?;
+    let client = Client::new(&bench.control_plane, &bench.access, bench.concurrency)?;
     let fleet = fleet::complete(
         &client,
         bench.model.as_deref(),

@@ -5,16 +5,15 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use tokio::time::{Instant, sleep, timeout_at};
-use tonic::{
-    Code, Request, Status,
-    metadata::AsciiMetadataValue,
-    transport::{Channel, Endpoint},
-};
+use tonic::{Code, Request, Status, metadata::AsciiMetadataValue, transport::Endpoint};
 use tonic_types::StatusExt;
 
-use crate::proto::{
-    FinishTrajectoryRequest, ListReplicasRequest, Replica, SampleRequest, SampleResponse,
-    fleet_service_client::FleetServiceClient, sampling_service_client::SamplingServiceClient,
+use crate::{
+    auth::client::{Access, Wire},
+    proto::{
+        FinishTrajectoryRequest, ListReplicasRequest, Replica, SampleRequest, SampleResponse,
+        fleet_service_client::FleetServiceClient, sampling_service_client::SamplingServiceClient,
+    },
 };
 
 /// One HTTP/2 connection is one lock on either side: more than a few in flight
@@ -32,7 +31,7 @@ const FLEET_TIMEOUT: Duration = Duration::from_secs(5);
 /// Connections to one control plane.
 #[derive(Clone, Debug)]
 pub(super) struct Client {
-    channels: Vec<Channel>,
+    channels: Vec<Wire>,
 }
 
 /// A response and what it took.
@@ -48,18 +47,18 @@ pub(super) struct Answer {
 impl Client {
     /// Connects lazily: a control plane that is not up yet is waited for by the
     /// caller.
-    pub(super) fn new(url: &str, concurrency: u32) -> anyhow::Result<Self> {
+    pub(super) fn new(url: &str, access: &Access, concurrency: u32) -> anyhow::Result<Self> {
         let endpoint = Endpoint::from_shared(url.to_owned())
             .with_context(|| format!("{url} is no URL of a control plane"))?
             .connect_timeout(Duration::from_secs(5));
         let channels = (0..concurrency.clamp(1, MAX_CONNECTIONS))
-            .map(|_| endpoint.connect_lazy())
-            .collect();
+            .map(|_| access.wire(&endpoint).map_err(anyhow::Error::msg))
+            .collect::<anyhow::Result<_>>()?;
         Ok(Self { channels })
     }
 
     /// Which of its connections trajectory `n` uses.
-    fn channel(&self, n: u32) -> anyhow::Result<Channel> {
+    fn channel(&self, n: u32) -> anyhow::Result<Wire> {
         let index = n as usize % self.channels.len().max(1);
         self.channels.get(index).cloned().context("no connection")
     }

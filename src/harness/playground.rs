@@ -23,6 +23,7 @@ const READY: Duration = Duration::from_secs(30);
 /// A control plane with its replicas.
 pub struct Playground {
     server: Server,
+    tls: bool,
     replicas: Vec<Replica>,
 }
 
@@ -64,6 +65,7 @@ impl Playground {
     /// As [`Server::start`].
     pub async fn start(config: Config) -> anyhow::Result<Self> {
         Ok(Self {
+            tls: config.auth.tls.is_some(),
             server: Server::start(config).await?,
             replicas: Vec::new(),
         })
@@ -76,7 +78,8 @@ impl Playground {
 
     /// Its gRPC address as a URL.
     pub fn url(&self) -> String {
-        format!("http://{}", self.server.grpc_address())
+        let scheme = if self.tls { "https" } else { "http" };
+        format!("{scheme}://{}", self.server.grpc_address())
     }
 
     /// The replicas, in the order in which they were added.

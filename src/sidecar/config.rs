@@ -3,13 +3,15 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use crate::{call::LogprobMode, fleet::facts::EngineKind};
+use crate::{auth::client::Access, call::LogprobMode, fleet::facts::EngineKind};
 
 /// What a sidecar is told.
 #[derive(Clone, Debug)]
 pub struct SidecarConfig {
-    /// The control plane, `http://host:port`.
+    /// The control plane, `http://host:port` or `https://host:port`.
     pub control_plane: String,
+    /// How to show it who calls.
+    pub access: Access,
     /// The engine as the sidecar reaches it, `http://host:port`.
     pub engine_url: String,
     /// What it speaks.
@@ -105,6 +107,7 @@ impl SidecarConfig {
     ) -> Self {
         Self {
             control_plane: control_plane.into(),
+            access: Access::default(),
             engine_url: engine_url.into(),
             engine: EngineKind::Sglang,
             rank_urls: Vec::new(),

@@ -5,13 +5,11 @@
 
 use std::time::Duration;
 
-use tonic::{
-    Code, Status,
-    transport::{Channel, Endpoint},
-};
+use tonic::{Code, Status, transport::Endpoint};
 use tonic_types::StatusExt;
 
 use crate::{
+    auth::client::{Access, Wire},
     error::Reason,
     proto::{
         DeregisterReplicaRequest, Directive, HeartbeatRequest, RegisterReplicaRequest,
@@ -96,13 +94,14 @@ const MIN_PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 pub struct Control {
     endpoint: Endpoint,
-    client: ReplicaServiceClient<Channel>,
+    access: Access,
+    client: ReplicaServiceClient<Wire>,
     limit: Duration,
 }
 
 impl Control {
     /// Nothing is connected yet, and a lost connection is made anew by itself.
-    pub(super) fn new(url: &str, limit: Duration) -> Result<Self, String> {
+    pub(super) fn new(url: &str, access: Access, limit: Duration) -> Result<Self, String> {
         let endpoint = Endpoint::from_shared(url.to_owned())
             .map_err(|e| format!("{url}: {e}"))?
             .connect_timeout(limit)
@@ -110,12 +109,10 @@ impl Control {
             .http2_keep_alive_interval(Duration::from_secs(20))
             .keep_alive_timeout(Duration::from_secs(10))
             .tcp_nodelay(true);
-        if endpoint.uri().host().is_none() || endpoint.uri().scheme_str() != Some("http") {
-            return Err(format!("{url}: http://host:port is needed"));
-        }
         Ok(Self {
-            client: ReplicaServiceClient::new(endpoint.connect_lazy()),
+            client: ReplicaServiceClient::new(access.wire(&endpoint)?),
             endpoint,
+            access,
             limit,
         })
     }
@@ -173,7 +170,10 @@ impl Control {
     /// next call.
     fn connected<T>(&mut self, answer: Result<T, Late>) -> Result<T, CallError> {
         answer.map_err(|late| {
-            self.client = ReplicaServiceClient::new(self.endpoint.connect_lazy());
+            // Files that cannot be read now leave the connection that there is.
+            if let Ok(wire) = self.access.wire(&self.endpoint) {
+                self.client = ReplicaServiceClient::new(wire);
+            }
             CallError::Failed(format!("nothing within {:?}", late.0))
         })
     }

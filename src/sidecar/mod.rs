@@ -130,9 +130,13 @@ impl Sidecar {
     /// [`SidecarError::Config`] with every fault.
     pub fn new(config: SidecarConfig) -> Result<Self, SidecarError> {
         let mut faults = config.faults();
-        let control = Control::new(&config.control_plane, config.timing.call_timeout)
-            .map_err(|fault| faults.push(fault))
-            .ok();
+        let control = Control::new(
+            &config.control_plane,
+            config.access.clone(),
+            config.timing.call_timeout,
+        )
+        .map_err(|fault| faults.push(fault))
+        .ok();
         let engine = Engine::new(&config).ok();
         let (Some(control), Some(engine), true) = (control, engine, faults.is_empty()) else {
             return Err(SidecarError::Config(faults.join("; ")));

@@ -82,6 +82,10 @@ counters! {
     placed_by_group,
     /// Choices by the longest beginning of a prompt that was seen.
     placed_by_prefix,
+    /// Generations that waited for their turn among those of all tenants.
+    waits_for_admission,
+    /// Generations refused because too much of their tenant was in flight and waiting.
+    refused_by_admission,
     /// New trajectories that waited for room in some KV cache.
     waits_for_kv,
     /// Of those, the ones that were taken without room after the longest wait.

@@ -13,6 +13,7 @@
 //! [`Affinity`]: affinity::Affinity
 //! [`RoutedAttempt`]: affinity::RoutedAttempt
 
+pub mod admission;
 pub mod affinity;
 pub(crate) mod asked;
 mod attempts;
@@ -68,6 +69,8 @@ pub struct Parts {
     pub engines: Engines,
     /// The generations that run under a key.
     pub running: Arc<running::Running>,
+    /// What is in flight, and who waits.
+    pub admission: Arc<admission::Admission>,
     /// What happened so far.
     pub counters: Arc<counters::Counters>,
     /// What is measured as it happens.
@@ -110,6 +113,8 @@ pub struct StackConfig {
     pub max_followers: usize,
     /// Attempts of one sample, lost ones included.
     pub max_attempts: u32,
+    /// What may be in flight.
+    pub admission: admission::AdmissionConfig,
 }
 
 impl Default for StackConfig {
@@ -119,6 +124,7 @@ impl Default for StackConfig {
             grace: Duration::from_secs(30),
             max_followers: 64,
             max_attempts: 3,
+            admission: admission::AdmissionConfig::default(),
         }
     }
 }
@@ -147,6 +153,13 @@ pub fn assemble(parts: &Parts, config: StackConfig) -> Stack {
         .layer_fn(measured!(Resolve))
         // What is wrong with the request for this fleet.
         .layer_fn(|inner| resolve::Resolve::new(inner, Arc::clone(&parts.fleet)))
+        .layer_fn(measured!(Admission))
+        // Who is next, where more is asked for than may be in flight. Below what
+        // answers without an engine.
+        .layer_fn(|inner| {
+            let (admission, counters) = (Arc::clone(&parts.admission), Arc::clone(&parts.counters));
+            admission::Admit::new(inner, admission, counters)
+        })
         .layer_fn(measured!(Affinity))
         // A rank for every attempt of every sample, and what to do when it fails.
         .layer_fn(|inner| affinity::Affinity::new(inner, parts, config))

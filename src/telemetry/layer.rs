@@ -103,6 +103,7 @@ fn span(layer: Layer) -> Span {
         Validate = "validate",
         Idempotency = "idempotency",
         Resolve = "resolve",
+        Admission = "admission",
         Affinity = "affinity",
         Dispatch = "dispatch",
         Engine = "engine",

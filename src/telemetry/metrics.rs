@@ -35,6 +35,7 @@ pub enum Layer {
     Validate,
     Idempotency,
     Resolve,
+    Admission,
     Affinity,
     Dispatch,
     Engine,
@@ -42,11 +43,12 @@ pub enum Layer {
 
 impl Layer {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Deadline,
         Self::Validate,
         Self::Idempotency,
         Self::Resolve,
+        Self::Admission,
         Self::Affinity,
         Self::Dispatch,
         Self::Engine,
@@ -59,6 +61,7 @@ impl Layer {
             Self::Validate => "validate",
             Self::Idempotency => "idempotency",
             Self::Resolve => "resolve",
+            Self::Admission => "admission",
             Self::Affinity => "affinity",
             Self::Dispatch => "dispatch",
             Self::Engine => "engine",

@@ -451,6 +451,13 @@ impl pb::fleet_service_server::FleetService for Service {
         Err(Status::unimplemented(""))
     }
 
+    async fn purge_tenant(
+        &self,
+        _: Request<pb::PurgeTenantRequest>,
+    ) -> Result<Response<pb::PurgeTenantResponse>, Status> {
+        Err(Status::unimplemented(""))
+    }
+
     async fn get_stats(
         &self,
         _: Request<pb::GetStatsRequest>,

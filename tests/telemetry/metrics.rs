@@ -173,6 +173,7 @@ async fn the_page_agrees_with_what_happened() {
         ("idempotency", 11.0),
         // Replays and mismatches end above it.
         ("resolve", 7.0),
+        ("admission", 6.0),
         ("affinity", 6.0),
         ("dispatch", 6.0),
         ("engine", 6.0),

@@ -74,6 +74,7 @@ async fn a_request_is_one_tree_from_the_client_s_span_to_the_engine_s_attempt() 
             "validate",
             "idempotency",
             "resolve",
+            "admission",
             "affinity",
             "dispatch",
             &attempt,

@@ -1,6 +1,7 @@
 //! `FleetService`.
 
 mod message;
+mod purge;
 mod watch;
 
 use std::{
@@ -18,6 +19,7 @@ use self::{
 };
 use super::{sampling::trajectory, write};
 use crate::{
+    auth::Caller,
     error::{Error, Reason, Violation},
     fleet::drain::{DrainOrder, MAX_GRACE, not_found},
     ids::{ReplicaId, Tenant},
@@ -101,14 +103,19 @@ impl FleetService for FleetView {
         &self,
         request: Request<proto::DrainReplicaRequest>,
     ) -> Result<Response<proto::DrainReplicaResponse>, Status> {
+        let caller = Caller::of(&request);
         let message = request.into_inner();
-        let order = DrainOrder {
-            grace: time("grace", message.grace)?,
-            hold: message.hold,
-            allow_last: message.allow_last,
-        };
         let id = ReplicaId::new(message.replica_id);
-        let status = self.parts.fleet.drain(&id, order)?;
+        let drained = time("grace", message.grace).and_then(|grace| {
+            let order = DrainOrder {
+                grace,
+                hold: message.hold,
+                allow_last: message.allow_last,
+            };
+            self.parts.fleet.drain(&id, order)
+        });
+        caller.did("drain", id.as_str(), &drained);
+        let status = drained?;
         Ok(Response::new(proto::DrainReplicaResponse {
             replica: Some(replica(status)),
         }))
@@ -118,8 +125,11 @@ impl FleetService for FleetView {
         &self,
         request: Request<proto::ResumeReplicaRequest>,
     ) -> Result<Response<proto::ResumeReplicaResponse>, Status> {
+        let caller = Caller::of(&request);
         let id = ReplicaId::new(request.into_inner().replica_id);
-        let status = self.parts.fleet.resume(&id)?;
+        let resumed = self.parts.fleet.resume(&id);
+        caller.did("resume", id.as_str(), &resumed);
+        let status = resumed?;
         Ok(Response::new(proto::ResumeReplicaResponse {
             replica: Some(replica(status)),
         }))
@@ -142,8 +152,9 @@ impl FleetService for FleetView {
         &self,
         request: Request<proto::GetPinRequest>,
     ) -> Result<Response<proto::GetPinResponse>, Status> {
-        let tenant = Tenant::default();
+        let own = Caller::of(&request).tenant;
         let message = request.into_inner();
+        let tenant = message.tenant.map_or(own, Tenant::new);
         let key = trajectory(
             &self.parts,
             &tenant,
@@ -182,5 +193,22 @@ impl FleetService for FleetView {
             watchers: self.watchers.count.load(Ordering::Relaxed),
             version: env!("CARGO_PKG_VERSION").to_owned(),
         }))
+    }
+
+    async fn purge_tenant(
+        &self,
+        request: Request<proto::PurgeTenantRequest>,
+    ) -> Result<Response<proto::PurgeTenantResponse>, Status> {
+        let caller = Caller::of(&request);
+        let tenant = request.into_inner().tenant;
+        // It goes on when its caller is gone: half a purge helps nobody.
+        let (parts, name) = (self.parts.clone(), tenant.clone());
+        let purging = tokio::spawn(async move { purge::purge(&parts, &name).await });
+        let purged = purging.await.unwrap_or_else(|_| {
+            let why = "the purge failed; the server's log says why";
+            Err(Error::new(Reason::Internal, why))
+        });
+        caller.did("purge", &tenant, &purged);
+        Ok(Response::new(purged?))
     }
 }

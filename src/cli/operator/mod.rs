@@ -16,13 +16,11 @@ pub(super) mod table;
 
 use std::{io::Write, process::ExitCode, time::Duration};
 
-use tonic::{
-    Code, Response, Status,
-    transport::{Channel, Endpoint},
-};
+use tonic::{Code, Response, Status, transport::Endpoint};
 use tonic_types::StatusExt;
 
 use crate::{
+    auth::client::{Access, Wire},
     error::Reason,
     proto::{Replica, ReplicaHealth, fleet_service_client::FleetServiceClient},
 };
@@ -39,6 +37,8 @@ pub(super) struct Connection {
     /// How long one call may take.
     #[arg(long, default_value = "10s", value_parser = humantime::parse_duration)]
     timeout: Duration,
+    #[command(flatten)]
+    access: Access,
 }
 
 /// A failure with its exit code.
@@ -66,31 +66,30 @@ impl Failure {
 
 /// The control plane's `FleetService`.
 pub(super) struct Operator {
-    pub(super) client: FleetServiceClient<Channel>,
+    pub(super) client: FleetServiceClient<Wire>,
     /// For its other services.
-    pub(super) channel: Channel,
+    pub(super) channel: Wire,
     connection: Connection,
 }
 
 impl Connection {
     /// Nothing is connected yet.
     pub(super) fn open(self) -> Result<Operator, Failure> {
+        let no_url = |why: String| {
+            let message = format!(
+                "{:?} is no address of a control plane: {why} (--url, BERTH_URL)",
+                self.url
+            );
+            Failure::new(Failure::OTHER, message)
+        };
         let endpoint = Endpoint::from_shared(self.url.clone())
-            .ok()
-            .filter(|e| e.uri().scheme_str() == Some("http") && e.uri().host().is_some())
-            .ok_or_else(|| {
-                let message = format!(
-                    "{:?} is no address of a control plane: http://host:port is (--url, BERTH_URL)",
-                    self.url
-                );
-                Failure::new(Failure::OTHER, message)
-            })?
+            .map_err(|_| no_url("http://host:port is".to_owned()))?
             .connect_timeout(self.timeout)
             // A control plane whose machine is gone is noticed by a watch too.
             .http2_keep_alive_interval(Duration::from_secs(20))
             .keep_alive_timeout(Duration::from_secs(10))
             .keep_alive_while_idle(true);
-        let channel = endpoint.connect_lazy();
+        let channel = self.access.wire(&endpoint).map_err(no_url)?;
         Ok(Operator {
             client: FleetServiceClient::new(channel.clone())
                 .max_decoding_message_size(MAX_RESPONSE_BYTES),
@@ -149,6 +148,8 @@ impl Operator {
             "; --force drains it"
         } else if reason == Reason::ReplicaNotFound.name() {
             "; `berth replicas` shows them"
+        } else if reason == Reason::NoCredentials.name() {
+            "; --token-file or BERTH_TOKEN_FILE names a file that holds a token"
         } else {
             ""
         };
@@ -242,6 +243,7 @@ mod tests {
         let connection = Connection {
             url: url.to_owned(),
             timeout: Duration::from_secs(1),
+            access: Access::default(),
         };
         connection.open()
     }

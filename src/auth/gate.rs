@@ -1,0 +1,396 @@
+//! Decides over one call: who is it, and may it.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::SystemTime,
+};
+
+use arc_swap::ArcSwap;
+use http::{HeaderMap, header};
+
+use super::{
+    AuthConfig, Caller, Reflection, Roles,
+    file::{Credential, Directory},
+    files,
+    methods::{self, Rule},
+    reload::Tried,
+    tls::ClientName,
+    token::Token,
+};
+use crate::{
+    audit::{Audit, Entry},
+    error::{Error, Reason},
+    ids::Tenant,
+    listen::Peer,
+};
+
+/// See the module. Shared by all connections.
+#[derive(Debug)]
+pub struct Gate {
+    known: Option<Known>,
+    reflection: Reflection,
+    audit: Audit,
+}
+
+/// Where callers are known.
+#[derive(Debug)]
+struct Known {
+    path: PathBuf,
+    directory: ArcSwap<Directory>,
+    tried: Tried,
+}
+
+/// Who shows these credentials.
+enum Shown {
+    Somebody(Credential),
+    /// No credentials at all.
+    Nobody,
+}
+
+impl Gate {
+    /// With the credentials of the configured file.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn new(config: &AuthConfig, audit: Audit) -> Result<Self, String> {
+        let known = config.credentials.as_ref().map(|path| {
+            let read = files::read(path).map(|content| content.bytes);
+            let tried = Tried::default();
+            tried.is_news([&read]);
+            Ok::<_, String>(Known {
+                path: path.clone(),
+                directory: ArcSwap::from_pointee(parse(path, &read?)?),
+                tried,
+            })
+        });
+        Ok(Self {
+            known: known.transpose()?,
+            reflection: config.reflection,
+            audit,
+        })
+    }
+
+    /// Where what is done is written down.
+    pub fn audit(&self) -> &Audit {
+        &self.audit
+    }
+
+    /// Reads the file of credentials again. `None`: it is as it was. A file with a
+    /// fault changes nothing.
+    pub(super) fn reload(&self) -> Option<(&Path, Result<String, String>)> {
+        let known = self.known.as_ref()?;
+        let read = files::read(&known.path).map(|content| content.bytes);
+        if !known.tried.is_news([&read]) {
+            return None;
+        }
+        let parsed = read.and_then(|bytes| parse(&known.path, &bytes));
+        let exchanged = parsed.map(|directory| {
+            let count = directory.len();
+            known.directory.store(Arc::new(directory));
+            format!("{count} credentials")
+        });
+        Some((&known.path, exchanged))
+    }
+
+    /// Who calls this method, if it may.
+    ///
+    /// # Errors
+    /// NO_CREDENTIALS, CREDENTIALS_REFUSED, ROLE_MISSING, NOT_IMPLEMENTED.
+    pub fn admit(
+        &self,
+        path: &str,
+        headers: &HeaderMap,
+        extensions: &http::Extensions,
+    ) -> Result<Caller, Error> {
+        let peer = extensions.get::<Peer>().map(|peer| peer.0);
+        let needed = methods::rule(path)
+            .and_then(|rule| methods::needed(rule, self.reflection).map(|roles| (rule, roles)));
+        // As for a method of a later version: a client may do without it.
+        let Some((rule, needed)) = needed else {
+            return Err(Error::new(
+                Reason::NotImplemented,
+                "this control plane does not serve this method",
+            ));
+        };
+        let caller = |principal: Arc<str>, tenant, roles| Caller {
+            principal,
+            tenant,
+            roles,
+            peer,
+            audit: self.audit.clone(),
+        };
+        let Some(known) = &self.known else {
+            return Ok(caller("anyone".into(), Tenant::default(), Roles::ALL));
+        };
+        if rule == Rule::Everybody {
+            return Ok(caller("anyone".into(), Tenant::default(), Roles::NONE));
+        }
+        let refused = |error: Error| {
+            self.audit.write_stranger(&Entry {
+                event: "refused",
+                principal: None,
+                tenant: None,
+                roles: None,
+                peer,
+                object: Some(path),
+                outcome: error.reason.name(),
+                detail: Some(&error.message),
+            });
+            error
+        };
+        let shown = shown(
+            &known.directory.load(),
+            headers,
+            extensions.get::<ClientName>(),
+        );
+        let credential = match shown.map_err(refused)? {
+            Shown::Somebody(credential) => credential,
+            Shown::Nobody => {
+                return Err(refused(Error::new(
+                    Reason::NoCredentials,
+                    "this control plane takes calls from those it knows: send `authorization: \
+                     Bearer <token>`, or show a client certificate",
+                )));
+            }
+        };
+        let principal = &credential.principal;
+        if credential
+            .not_after
+            .is_some_and(|until| until <= SystemTime::now())
+        {
+            return Err(refused(Error::new(
+                Reason::CredentialsRefused,
+                "these credentials counted until some time that has passed: use newer ones",
+            )));
+        }
+        let caller = caller(
+            Arc::clone(&principal.name),
+            principal.tenant.clone(),
+            principal.roles,
+        );
+        if !needed.iter().any(|role| caller.roles.has(*role)) {
+            let names: Vec<&str> = needed.iter().map(|role| role.name()).collect();
+            let error = Error::new(
+                Reason::RoleMissing,
+                format!(
+                    "this method needs the role {}, and these credentials have {}",
+                    names.join(" or "),
+                    caller.roles
+                ),
+            );
+            self.audit
+                .write_stranger(&caller.entry("refused", path, Some(&error)));
+            return Err(error);
+        }
+        Ok(caller)
+    }
+}
+
+fn parse(path: &Path, bytes: &[u8]) -> Result<Directory, String> {
+    let path = path.display();
+    let text = std::str::from_utf8(bytes).map_err(|_| format!("{path}: it is not UTF-8"))?;
+    Directory::parse(text).map_err(|faults| format!("{path}: {}", faults.join("; ")))
+}
+
+/// A token goes before a certificate: a call through somebody's proxy is the
+/// caller's own. What is shown must be right, though, even where the other would
+/// do.
+fn shown(
+    directory: &Directory,
+    headers: &HeaderMap,
+    client: Option<&ClientName>,
+) -> Result<Shown, Error> {
+    let refused = |why: &str| Error::new(Reason::CredentialsRefused, why);
+    let name = match client {
+        Some(client) => client
+            .name()
+            .map_err(|why| refused(&format!("the client certificate is refused: {why}")))?,
+        None => None,
+    };
+    let mut tokens = headers.get_all(header::AUTHORIZATION).iter();
+    if let Some(value) = tokens.next() {
+        if tokens.next().is_some() {
+            return Err(refused("authorization is sent twice"));
+        }
+        let token = value.to_str().ok().and_then(|text| {
+            let (scheme, token) = text.split_once(' ')?;
+            scheme.eq_ignore_ascii_case("bearer").then_some(token)
+        });
+        let token = token.ok_or_else(|| refused("authorization must be `Bearer <token>`"))?;
+        let token = Token::parse(token).map_err(|why| refused(&format!("the token: {why}")))?;
+        return directory
+            .by_token(&token.hash())
+            .cloned()
+            .map(Shown::Somebody)
+            .ok_or_else(|| refused("this token is not known here, or not any more"));
+    }
+    match name {
+        None => Ok(Shown::Nobody),
+        Some(uri) => directory
+            .by_uri(&uri)
+            .cloned()
+            .map(Shown::Somebody)
+            .ok_or_else(|| refused("the client certificate's name is not known here")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Bench {
+        gate: Gate,
+        dir: tempfile::TempDir,
+    }
+
+    const SAMPLE: &str = "/berth.v1.SamplingService/Sample";
+    const BEAT: &str = "/berth.v1.ReplicaService/Heartbeat";
+    const DRAIN: &str = "/berth.v1.FleetService/DrainReplica";
+    const HEALTH: &str = "/grpc.health.v1.Health/Check";
+    const REFLECT: &str = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo";
+
+    fn bench(lines: &str, reflection: Reflection) -> Bench {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("credentials");
+        std::fs::write(&path, lines).unwrap();
+        let config = AuthConfig {
+            credentials: Some(path),
+            reflection,
+            ..AuthConfig::default()
+        };
+        let audit = Audit::open(Some(&dir.path().join("audit"))).unwrap();
+        Bench {
+            gate: Gate::new(&config, audit).unwrap(),
+            dir,
+        }
+    }
+
+    impl Bench {
+        fn call(&self, path: &str, authorization: &[&str]) -> Result<Caller, Reason> {
+            let mut headers = HeaderMap::new();
+            for value in authorization {
+                headers.append(header::AUTHORIZATION, value.parse().unwrap());
+            }
+            let admitted = self.gate.admit(path, &headers, &http::Extensions::new());
+            admitted.map_err(|error| error.reason)
+        }
+
+        fn with(&self, path: &str, token: &Token) -> Result<Caller, Reason> {
+            self.call(path, &[&format!("Bearer {}", token.expose())])
+        }
+
+        fn audited(&self) -> String {
+            std::fs::read_to_string(self.dir.path().join("audit")).unwrap()
+        }
+    }
+
+    fn token() -> Token {
+        Token::mint().unwrap()
+    }
+
+    #[test]
+    fn a_role_does_what_is_its_own() {
+        let (trainer, sidecar, ops, both) = (token(), token(), token(), token());
+        let lines = format!(
+            "principal=t role=sample tenant=a sha256={}\n\
+             principal=s role=replica sha256={}\n\
+             principal=o role=admin sha256={}\n\
+             principal=b role=sample,admin tenant=b sha256={}\n",
+            trainer.hash(),
+            sidecar.hash(),
+            ops.hash(),
+            both.hash()
+        );
+        let bench = bench(&lines, Reflection::Admin);
+        let may = |token: &Token| {
+            [SAMPLE, BEAT, DRAIN, REFLECT].map(|path| match bench.with(path, token) {
+                Ok(_) => true,
+                Err(reason) => {
+                    assert_eq!(reason, Reason::RoleMissing);
+                    false
+                }
+            })
+        };
+        assert_eq!(may(&trainer), [true, false, false, false]);
+        assert_eq!(may(&sidecar), [false, true, false, false]);
+        assert_eq!(may(&ops), [false, false, true, true]);
+        assert_eq!(may(&both), [true, false, true, true]);
+        let caller = bench.with(SAMPLE, &both).unwrap();
+        assert_eq!((&*caller.principal, caller.tenant.as_str()), ("b", "b"));
+        let audited = bench.audited();
+        assert!(audited.contains("\"ROLE_MISSING\"") && audited.contains("\"principal\":\"s\""));
+        assert!(!audited.contains(trainer.expose()) && !audited.contains(sidecar.expose()));
+    }
+
+    #[test]
+    fn who_is_not_known_may_ask_for_health_only() {
+        let known = token();
+        let lines = format!("principal=s role=sample tenant=a sha256={}\n", known.hash());
+        let bench = bench(&lines, Reflection::On);
+        assert!(bench.call(HEALTH, &[]).is_ok());
+        assert!(bench.call(HEALTH, &["nonsense"]).is_ok());
+        for path in [SAMPLE, BEAT, DRAIN, REFLECT] {
+            assert_eq!(bench.call(path, &[]).err(), Some(Reason::NoCredentials));
+        }
+        let good = format!("Bearer {}", known.expose());
+        let stranger = format!("Bearer {}", token().expose());
+        for wrong in [
+            vec!["Bearer short"],
+            vec!["Bearer"],
+            vec!["Basic dXNlcjpwYXNzd29yZA=="],
+            vec![known.expose()],
+            vec![&good[..good.len() - 1]],
+            vec![&stranger],
+            vec![&good, &good],
+        ] {
+            let refused = bench.call(SAMPLE, &wrong).err();
+            assert_eq!(refused, Some(Reason::CredentialsRefused), "{}", wrong.len());
+        }
+        assert!(
+            bench
+                .call(SAMPLE, &[&good.replace("Bearer", "bearer")])
+                .is_ok()
+        );
+        assert!(bench.with(REFLECT, &known).is_ok());
+        assert!(!bench.audited().contains(&stranger[7..]));
+    }
+
+    #[test]
+    fn what_is_in_no_table_is_answered_to_nobody() {
+        let known = token();
+        let lines = format!(
+            "principal=o role=sample,replica,admin tenant=a sha256={}\n",
+            known.hash()
+        );
+        let bench = bench(&lines, Reflection::Off);
+        for path in ["/berth.v1.FleetService/Later", "/", "", REFLECT] {
+            assert_eq!(
+                bench.with(path, &known).err(),
+                Some(Reason::NotImplemented),
+                "{path}"
+            );
+        }
+        let open = Gate::new(&AuthConfig::default(), Audit::default()).unwrap();
+        let admit = |path| open.admit(path, &HeaderMap::new(), &http::Extensions::new());
+        assert!(admit("/berth.v1.FleetService/Later").is_err());
+        assert!(admit(DRAIN).is_ok());
+    }
+
+    #[test]
+    fn credentials_count_until_their_time() {
+        let (old, new) = (token(), token());
+        let lines = format!(
+            "principal=s role=sample tenant=a sha256={} not-after=2020-01-01T00:00:00Z\n\
+             principal=s role=sample tenant=a sha256={} not-after=2120-01-01T00:00:00Z\n",
+            old.hash(),
+            new.hash()
+        );
+        let bench = bench(&lines, Reflection::On);
+        assert_eq!(
+            bench.with(SAMPLE, &old).err(),
+            Some(Reason::CredentialsRefused)
+        );
+        assert!(bench.with(SAMPLE, &new).is_ok());
+    }
+}

@@ -1,0 +1,274 @@
+//! TLS on the gRPC port. It guarantees:
+//!
+//! - certificate, key and authorities are exchanged while connections live; a set
+//!   that does not fit together changes nothing;
+//! - a client's certificate counts for a call only while it is valid and its
+//!   authority is trusted, though the connection is older;
+//! - a client's name is its certificate's one URI; one with several is nobody's;
+//! - connections of clients with certificates end by themselves, gracefully, so
+//!   that a client which renews its certificate in time never has a call refused.
+
+use std::{
+    fmt, io,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use arc_swap::ArcSwap;
+use rustls::{
+    RootCertStore, ServerConfig,
+    crypto::CryptoProvider,
+    pki_types::{CertificateDer, PrivateKeyDer, UnixTime, pem::PemObject},
+    server::{WebPkiClientVerifier, danger::ClientCertVerifier},
+};
+use tokio::{net::TcpStream, sync::watch, time::Instant};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+
+use super::{TlsConfig, files, reload::Tried};
+
+/// A certificate that was found good counts as good for so long.
+const RECHECK: Duration = Duration::from_secs(1);
+
+/// What is served with.
+#[derive(Debug)]
+pub struct ServerTls {
+    config: TlsConfig,
+    current: ArcSwap<Loaded>,
+    tried: Tried,
+    /// Counts exchanges of the authorities.
+    authorities: watch::Sender<u64>,
+}
+
+#[derive(Debug)]
+struct Loaded {
+    server: Arc<ServerConfig>,
+    clients: Option<Arc<dyn ClientCertVerifier>>,
+    /// The authorities as they were read.
+    client_ca: Option<Vec<u8>>,
+    /// Of the authorities.
+    generation: u64,
+}
+
+/// A connection's client, as an extension of its requests.
+#[derive(Clone)]
+pub struct ClientName(Arc<Client>);
+
+struct Client {
+    tls: Arc<ServerTls>,
+    chain: Vec<CertificateDer<'static>>,
+    name: Result<Option<Arc<str>>, &'static str>,
+    /// By which authorities, and when, it was found good.
+    good: Mutex<Option<(u64, Instant)>>,
+}
+
+impl fmt::Debug for ClientName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ClientName").field(&self.0.name).finish()
+    }
+}
+
+pub(super) fn provider() -> Arc<CryptoProvider> {
+    Arc::new(rustls::crypto::ring::default_provider())
+}
+
+impl ServerTls {
+    /// Loads the files.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn new(config: TlsConfig) -> Result<Arc<Self>, String> {
+        let tried = Tried::default();
+        let files = read(&config);
+        tried.is_news(&files);
+        let current = load(&config, files, 0)?;
+        Ok(Arc::new(Self {
+            config,
+            current: ArcSwap::from_pointee(current),
+            tried,
+            authorities: watch::channel(0).0,
+        }))
+    }
+
+    /// Shakes hands.
+    ///
+    /// # Errors
+    /// When the client does not, or not in time.
+    pub async fn accept(
+        self: &Arc<Self>,
+        stream: TcpStream,
+    ) -> io::Result<(TlsStream<TcpStream>, Option<ClientName>)> {
+        let server = Arc::clone(&self.current.load().server);
+        let shaking = TlsAcceptor::from(server).accept(stream);
+        let shaken = tokio::time::timeout(self.config.handshake_timeout, shaking).await;
+        let stream = shaken.map_err(|_| io::Error::other("no handshake in time"))??;
+        let chain = stream.get_ref().1.peer_certificates();
+        let client = chain.and_then(|chain| {
+            let name = uri_of(chain.first()?);
+            Some(ClientName(Arc::new(Client {
+                tls: Arc::clone(self),
+                chain: chain.iter().map(|cert| cert.clone().into_owned()).collect(),
+                name,
+                good: Mutex::default(),
+            })))
+        });
+        Ok((stream, client))
+    }
+
+    /// Until a connection with a client's certificate should be made anew.
+    pub async fn aged(&self) {
+        let mut authorities = self.authorities.subscribe();
+        tokio::select! {
+            () = tokio::time::sleep(self.config.connection_age) => {}
+            _ = authorities.changed() => {}
+        }
+    }
+
+    /// Reads the files again. `None`: they are as they were. A set with a fault
+    /// changes nothing.
+    pub(super) fn reload(&self) -> Option<(&Path, Result<String, String>)> {
+        let files = read(&self.config);
+        if !self.tried.is_news(&files) {
+            return None;
+        }
+        let old = self.current.load();
+        let generation = match &files[2] {
+            Ok(bytes) if old.client_ca.as_ref().is_some_and(|ca| ca != bytes) => old.generation + 1,
+            _ => old.generation,
+        };
+        let exchanged = load(&self.config, files, generation).map(|loaded| {
+            self.current.store(Arc::new(loaded));
+            if generation == old.generation {
+                return "the server's certificate".to_owned();
+            }
+            self.authorities.send_modify(|count| *count += 1);
+            "authorities of clients".to_owned()
+        });
+        Some((&self.config.cert, exchanged))
+    }
+}
+
+impl ClientName {
+    /// The certificate's URI; `None`: it has none.
+    ///
+    /// # Errors
+    /// Why it counts no more, or never did.
+    pub(super) fn name(&self) -> Result<Option<Arc<str>>, String> {
+        let client = &self.0;
+        let Some(name) = client.name.clone().map_err(str::to_owned)? else {
+            return Ok(None);
+        };
+        let current = client.tls.current.load();
+        let now = Instant::now();
+        let mut good = client.good.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = good.is_some_and(|(generation, at)| {
+            generation == current.generation && now.duration_since(at) < RECHECK
+        });
+        if !fresh {
+            let verifier = current.clients.as_ref();
+            let verifier = verifier.ok_or("no authority of clients is trusted here")?;
+            let (first, rest) = client.chain.split_first().ok_or("it is empty")?;
+            verifier
+                .verify_client_cert(first, rest, UnixTime::now())
+                .map_err(|why| why.to_string())?;
+            *good = Some((current.generation, now));
+        }
+        Ok(Some(name))
+    }
+}
+
+/// The one URI among a certificate's names.
+fn uri_of(cert: &CertificateDer<'_>) -> Result<Option<Arc<str>>, &'static str> {
+    let cert = webpki::EndEntityCert::try_from(cert).map_err(|_| "it cannot be read")?;
+    let mut names = cert.valid_uri_names();
+    let name = names.next().map(Arc::from);
+    if names.next().is_some() {
+        return Err("it has more than one URI name, so whose it is cannot be said");
+    }
+    Ok(name)
+}
+
+/// Certificate, key, authorities; the last one empty where there is none.
+fn read(config: &TlsConfig) -> [Result<Vec<u8>, String>; 3] {
+    let bytes = |path: &Path| files::read(path).map(|content| content.bytes);
+    [
+        bytes(&config.cert),
+        bytes(&config.key),
+        config.client_ca.as_deref().map_or(Ok(Vec::new()), bytes),
+    ]
+}
+
+fn load(
+    config: &TlsConfig,
+    [cert, key, client_ca]: [Result<Vec<u8>, String>; 3],
+    generation: u64,
+) -> Result<Loaded, String> {
+    if let Ok(content) = files::read(&config.key) {
+        content.should_be_secret(&config.key);
+    }
+    let chain = certificates(&config.cert, &cert?)?;
+    let key = private_key(&config.key, &key?)?;
+    let provider = provider();
+    let client_ca = match &config.client_ca {
+        Some(_) => Some(client_ca?),
+        None => None,
+    };
+    let clients: Option<Arc<dyn ClientCertVerifier>> = match (&config.client_ca, &client_ca) {
+        (Some(path), Some(bytes)) => {
+            let roots = Arc::new(authorities(path, bytes)?);
+            let mut verifier =
+                WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider));
+            if !config.require_client_cert {
+                verifier = verifier.allow_unauthenticated();
+            }
+            let verifier = verifier.build();
+            Some(verifier.map_err(|e| format!("{}: {e}", path.display()))?)
+        }
+        _ => None,
+    };
+    let builder = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(|e| e.to_string())?;
+    let builder = match &clients {
+        Some(clients) => builder.with_client_cert_verifier(Arc::clone(clients)),
+        None => builder.with_no_client_auth(),
+    };
+    let mut server = builder
+        .with_single_cert(chain, key)
+        .map_err(|e| format!("{}: {e}", config.cert.display()))?;
+    server.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(Loaded {
+        server: Arc::new(server),
+        clients,
+        client_ca,
+        generation,
+    })
+}
+
+pub(super) fn certificates(
+    path: &Path,
+    pem: &[u8],
+) -> Result<Vec<CertificateDer<'static>>, String> {
+    let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
+    match read {
+        Ok(certificates) if !certificates.is_empty() => Ok(certificates),
+        Ok(_) => Err(format!("{}: holds no certificate in PEM", path.display())),
+        Err(error) => Err(format!("{}: {error}", path.display())),
+    }
+}
+
+pub(super) fn private_key(path: &Path, pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
+    // What the reader's error shows is no more than which part is missing.
+    PrivateKeyDer::from_pem_slice(pem)
+        .map_err(|_| format!("{}: holds no private key in PEM", path.display()))
+}
+
+pub(super) fn authorities(path: &Path, pem: &[u8]) -> Result<RootCertStore, String> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(path, pem)? {
+        roots
+            .add(certificate)
+            .map_err(|e| format!("{}: {e}", path.display()))?;
+    }
+    Ok(roots)
+}

@@ -1,0 +1,262 @@
+//! How much runs at once, and who is next. It guarantees:
+//!
+//! - no more samples and no more bytes of prompts are in flight than configured,
+//!   in all and of one tenant;
+//! - who waits is served round robin among tenants, by priority and then in order
+//!   of arrival within one, each tenant charged for its samples: what one offers
+//!   does not lengthen the wait of another;
+//! - a queue is bounded; where it is full, or the wait would outlast the caller's
+//!   deadline, the call is refused at once.
+//!
+//! A caller that joins a running generation takes no place: the generation has
+//! one. Heartbeats, health checks and operators do not come this way.
+
+mod fair;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use futures_util::future::BoxFuture;
+use tokio::{sync::oneshot, time::Instant};
+use tower::Service;
+
+use self::fair::{Cost, Fair, Ticket};
+use super::{counters::Counters, idempotency::Samples, resolve::ResolvedWork};
+use crate::{
+    call::Prompt,
+    error::{Error, Reason},
+    ids::Tenant,
+};
+
+/// Limits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdmissionConfig {
+    /// Samples in flight.
+    pub max_samples: u64,
+    /// Of one tenant.
+    pub tenant_samples: u64,
+    /// Bytes of prompts in flight of one tenant; as many may wait.
+    pub tenant_bytes: u64,
+    /// Calls of one tenant that wait.
+    pub tenant_queue: usize,
+}
+
+impl Default for AdmissionConfig {
+    fn default() -> Self {
+        Self {
+            max_samples: 65_536,
+            tenant_samples: 16_384,
+            tenant_bytes: 2 << 30,
+            tenant_queue: 4096,
+        }
+    }
+}
+
+/// A retry is never asked for sooner or later than this.
+const RETRY_LEAST: Duration = Duration::from_millis(100);
+const RETRY_MOST: Duration = Duration::from_secs(30);
+
+/// What is in flight, and who waits.
+#[derive(Debug)]
+pub struct Admission {
+    state: Mutex<Fair<oneshot::Sender<Permit>>>,
+}
+
+/// A place among those in flight, given back when it is dropped.
+#[derive(Debug)]
+pub struct Permit {
+    admission: Arc<Admission>,
+    tenant: Tenant,
+    cost: Cost,
+    since: Instant,
+}
+
+/// A place in the queue, left when it is dropped.
+struct Waiting {
+    admission: Arc<Admission>,
+    tenant: Tenant,
+    ticket: Ticket,
+    granted: oneshot::Receiver<Permit>,
+}
+
+impl Admission {
+    /// Nothing is in flight yet.
+    pub fn new(config: AdmissionConfig) -> Arc<Self> {
+        Arc::new(Self {
+            state: Mutex::new(Fair::new(config)),
+        })
+    }
+
+    /// Samples of this tenant that are in flight or wait to be.
+    pub fn of(&self, tenant: &Tenant) -> u64 {
+        self.lock().of(tenant)
+    }
+
+    /// Takes a place, at once or when it is this call's turn.
+    ///
+    /// # Errors
+    /// TENANT_BUSY, at once.
+    async fn enter(
+        self: &Arc<Self>,
+        tenant: &Tenant,
+        cost: Cost,
+        priority: i32,
+        deadline: Option<Instant>,
+        counters: &Counters,
+    ) -> Result<Permit, Error> {
+        let waiting = {
+            let mut state = self.lock();
+            if state.free(tenant, cost) {
+                state.take(tenant, cost);
+                drop(state);
+                return Ok(self.permit(tenant.clone(), cost));
+            }
+            let wait = state.wait(tenant, cost, priority);
+            let late = deadline.is_some_and(|at| Instant::now() + wait > at);
+            if late || !state.has_room(tenant, cost) {
+                drop(state);
+                counters.refused_by_admission.one();
+                return Err(busy(late, wait));
+            }
+            let (grant, granted) = oneshot::channel();
+            let ticket = state.join(tenant, cost, priority, grant);
+            Waiting {
+                admission: Arc::clone(self),
+                tenant: tenant.clone(),
+                ticket,
+                granted,
+            }
+        };
+        counters.waits_for_admission.one();
+        // Somebody else may have left room since.
+        self.serve();
+        waiting.turn().await
+    }
+
+    fn permit(self: &Arc<Self>, tenant: Tenant, cost: Cost) -> Permit {
+        Permit {
+            admission: Arc::clone(self),
+            tenant,
+            cost,
+            since: Instant::now(),
+        }
+    }
+
+    /// Lets in whose turn it is.
+    fn serve(self: &Arc<Self>) {
+        loop {
+            let Some((tenant, cost, grant)) = self.lock().next() else {
+                return;
+            };
+            // One that has gone gives its place back here, not under the lock.
+            drop(grant.send(self.permit(tenant, cost)));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Fair<oneshot::Sender<Permit>>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let held = self.since.elapsed();
+        self.admission.lock().leave(&self.tenant, self.cost, held);
+        self.admission.serve();
+    }
+}
+
+impl Waiting {
+    async fn turn(mut self) -> Result<Permit, Error> {
+        let granted = (&mut self.granted).await;
+        granted.map_err(|_| Error::new(Reason::Internal, "a place in the queue was lost"))
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.admission.lock().quit(&self.tenant, self.ticket);
+        // Whoever stood behind may fit.
+        self.admission.serve();
+    }
+}
+
+fn busy(late: bool, wait: Duration) -> Error {
+    let why = if late {
+        "the wait would outlast the deadline"
+    } else {
+        "the queue is full"
+    };
+    let error = Error::new(
+        Reason::TenantBusy,
+        format!("too much of this tenant is in flight or waits to be: {why}"),
+    );
+    error.retry_after(wait.clamp(RETRY_LEAST, RETRY_MOST))
+}
+
+/// The layer.
+#[derive(Clone)]
+pub struct Admit<S> {
+    inner: S,
+    admission: Arc<Admission>,
+    counters: Arc<Counters>,
+}
+
+impl<S> Admit<S> {
+    /// Before `inner`.
+    pub fn new(inner: S, admission: Arc<Admission>, counters: Arc<Counters>) -> Self {
+        Self {
+            inner,
+            admission,
+            counters,
+        }
+    }
+}
+
+impl<S> Service<ResolvedWork> for Admit<S>
+where
+    S: Service<ResolvedWork, Response = Samples, Error = Error> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+{
+    type Response = Samples;
+    type Error = Error;
+    type Future = BoxFuture<'static, Result<Samples, Error>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, resolved: ResolvedWork) -> Self::Future {
+        let mut inner = self.inner.clone();
+        let (admission, counters) = (Arc::clone(&self.admission), Arc::clone(&self.counters));
+        Box::pin(async move {
+            let call = resolved.work.call.call();
+            let cost = cost(&resolved);
+            let entering =
+                admission.enter(&call.tenant, cost, call.priority, call.deadline, &counters);
+            let permit = resolved.work.generation.unless_stopped(entering).await??;
+            let result = inner.call(resolved).await;
+            drop(permit);
+            result
+        })
+    }
+}
+
+/// What is left of it to do.
+fn cost(resolved: &ResolvedWork) -> Cost {
+    let params = resolved.work.call.params();
+    let done = u64::try_from(resolved.work.start.finished.len()).unwrap_or(u64::MAX);
+    let bytes = match &params.prompt {
+        Prompt::Tokens(ids) => size_of_val(&ids[..]),
+        Prompt::Text(text) => text.len(),
+    };
+    Cost {
+        samples: u64::from(params.num_samples).saturating_sub(done).max(1),
+        bytes: u64::try_from(bytes).unwrap_or(u64::MAX),
+    }
+}

@@ -1,0 +1,233 @@
+//! What is a tenant's own.
+
+use berth::proto::{
+    CancelSampleRequest, GetPinRequest, GetSampleRequest, Pin, PurgeTenantRequest, RouteReason,
+    SampleRequest,
+};
+
+use berth::engine::sim::SimConfig;
+
+use crate::world::{World, eventually, finish, keyed, named, request, why};
+
+#[tokio::test]
+async fn an_idempotency_key_is_a_tenants_own() {
+    let world = World::start(1, |_| {}).await;
+    let received = || {
+        let replica = world.playground.replica("r0").unwrap();
+        replica.engine.counters().received
+    };
+    let first = world.sample("trainer-a", named("k")).await.unwrap();
+    assert!(!first.replayed);
+    // To the other tenant the key is unknown, in every way of asking.
+    let get = || GetSampleRequest {
+        idempotency_key: "k".to_owned(),
+        ..GetSampleRequest::default()
+    };
+    let cancel = || CancelSampleRequest {
+        idempotency_key: "k".to_owned(),
+    };
+    let mut b = world.sampling("trainer-b");
+    assert_eq!(why(b.get_sample(get()).await), "KEY_NOT_FOUND");
+    assert_eq!(why(b.cancel_sample(cancel()).await), "KEY_NOT_FOUND");
+    // Used with other parameters it is no conflict, as it would be within one.
+    let mut other = named("k");
+    other.sampling.as_mut().unwrap().max_tokens = Some(5);
+    let second = world.sample("trainer-b", other.clone()).await.unwrap();
+    assert!(!second.replayed);
+    assert_eq!(received(), 2, "each tenant has a generation of its own");
+    let conflict = world.sample("trainer-a", other).await;
+    assert_eq!(why(conflict), "IDEMPOTENCY_KEY_REUSED");
+    assert!(
+        world
+            .sample("trainer-a", named("k"))
+            .await
+            .unwrap()
+            .replayed
+    );
+    // Another principal of the same tenant has the same keys.
+    assert!(world.sample("bench", named("k")).await.unwrap().replayed);
+    assert_eq!(received(), 2);
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn an_affinity_key_is_a_tenants_own() {
+    let world = World::start(2, |_| {}).await;
+    let reason = async |who: &str| {
+        let response = world.sample(who, keyed("t")).await.unwrap();
+        response.samples[0].route.as_ref().unwrap().reason()
+    };
+    assert_eq!(reason("trainer-a").await, RouteReason::NewKey);
+    assert_eq!(reason("trainer-a").await, RouteReason::Pinned);
+    // Whether another tenant used it is not seen from hit or miss.
+    assert_eq!(reason("trainer-b").await, RouteReason::NewKey);
+
+    let pin = async |tenant: &str| -> Option<Pin> {
+        let asked = GetPinRequest {
+            cache_affinity_key: "t".to_owned(),
+            tenant: Some(tenant.to_owned()),
+            ..GetPinRequest::default()
+        };
+        let answer = world.fleet("ops").get_pin(asked).await.unwrap();
+        answer.into_inner().pin
+    };
+    let (a, b) = (pin("a").await.unwrap(), pin("b").await.unwrap());
+    assert_ne!(a.replica_id, b.replica_id, "two trajectories, two ranks");
+    assert!(pin("c").await.is_none());
+    // Its end is its own tenant's to say.
+    let mut client = world.sampling("trainer-b");
+    assert!(
+        client
+            .finish_trajectory(finish("t"))
+            .await
+            .unwrap()
+            .into_inner()
+            .unpinned
+    );
+    assert!(pin("b").await.is_none());
+    assert!(pin("a").await.is_some());
+    assert_eq!(reason("trainer-a").await, RouteReason::Pinned);
+    world.stop().await;
+}
+
+fn purge(tenant: &str) -> PurgeTenantRequest {
+    PurgeTenantRequest {
+        tenant: tenant.to_owned(),
+    }
+}
+
+#[tokio::test]
+async fn a_tenant_is_purged_and_the_others_are_not() {
+    let world = World::start(1, |_| {}).await;
+    let both = |key: &str| SampleRequest {
+        cache_affinity_key: Some("t".to_owned()),
+        ..named(key)
+    };
+    for n in 0..3 {
+        for who in ["trainer-a", "trainer-b"] {
+            world.sample(who, both(&format!("k{n}"))).await.unwrap();
+        }
+    }
+    let mut ops = world.fleet("ops");
+    assert_eq!(
+        why(world.fleet("trainer-a").purge_tenant(purge("a")).await),
+        "ROLE_MISSING"
+    );
+    let gone = ops.purge_tenant(purge("a")).await.unwrap().into_inner();
+    assert_eq!((gone.keys, gone.pins, gone.kept), (3, 1, 0));
+    assert!(gone.bytes > 0);
+    assert_eq!(why(ops.purge_tenant(purge("a")).await), "TENANT_NOT_FOUND");
+    assert_eq!(
+        why(ops.purge_tenant(purge("nobody")).await),
+        "TENANT_NOT_FOUND"
+    );
+    assert_eq!(why(ops.purge_tenant(purge("a b")).await), "INVALID_REQUEST");
+
+    // As if it had never been.
+    let asked = GetSampleRequest {
+        idempotency_key: "k0".to_owned(),
+        ..GetSampleRequest::default()
+    };
+    let known = world.sampling("trainer-a").get_sample(asked.clone()).await;
+    assert_eq!(why(known), "KEY_NOT_FOUND");
+    let again = world.sample("trainer-a", both("k0")).await.unwrap();
+    assert!(!again.replayed);
+    let route = again.samples[0].route.as_ref().unwrap();
+    assert_eq!(route.reason(), RouteReason::NewKey);
+    // The other one's is all there.
+    world.sampling("trainer-b").get_sample(asked).await.unwrap();
+    let kept = world.sample("trainer-b", keyed("t")).await.unwrap();
+    let route = kept.samples[0].route.as_ref().unwrap();
+    assert_eq!(route.reason(), RouteReason::Pinned);
+    for (object, outcome) in [("a", "OK"), ("nobody", "TENANT_NOT_FOUND")] {
+        assert!(world.audited(&[
+            ("event", "purge"),
+            ("principal", "ops"),
+            ("object", object),
+            ("outcome", outcome),
+        ]));
+    }
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn a_tenant_at_work_is_not_purged() {
+    let engine = SimConfig {
+        step: Some(std::time::Duration::from_millis(50)),
+        time_scale: 1.0,
+        ..SimConfig::instant()
+    };
+    let world = World::with(1, engine, |_, _| {}).await;
+    world.sample("trainer-a", named("done")).await.unwrap();
+    let mut client = world.sampling("trainer-a");
+    let mut running = client.sample_stream(request(9, 4_096)).await.unwrap();
+    running.get_mut().message().await.unwrap();
+    eventually("it runs", async || {
+        world
+            .playground
+            .replica("r0")
+            .unwrap()
+            .engine
+            .counters()
+            .started
+            == 2
+    })
+    .await;
+    let mut ops = world.fleet("ops");
+    assert_eq!(why(ops.purge_tenant(purge("a")).await), "TENANT_ACTIVE");
+    drop(running);
+    eventually("it has ended", async || {
+        ops.purge_tenant(purge("a")).await.is_ok()
+    })
+    .await;
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn what_a_tenant_may_have_in_flight_is_its_own() {
+    let engine = SimConfig {
+        step: Some(std::time::Duration::from_millis(50)),
+        time_scale: 1.0,
+        ..SimConfig::instant()
+    };
+    let world = World::with(1, engine, |_, config| {
+        config.stack.admission.tenant_samples = 2;
+        config.stack.admission.tenant_queue = 0;
+    })
+    .await;
+    let two = SampleRequest {
+        num_samples: Some(2),
+        ..request(9, 4_096)
+    };
+    let mut client = world.sampling("trainer-a");
+    let mut running = client.sample_stream(two).await.unwrap();
+    running.get_mut().message().await.unwrap();
+    eventually("both run", async || {
+        world
+            .playground
+            .replica("r0")
+            .unwrap()
+            .engine
+            .counters()
+            .started
+            == 2
+    })
+    .await;
+    let status = world.sample("trainer-a", request(1, 2)).await.unwrap_err();
+    assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+    assert_eq!(why::<()>(Err(status.clone())), "TENANT_BUSY");
+    let told = tonic_types::StatusExt::get_details_retry_info(&status);
+    assert!(told.unwrap().retry_delay.is_some());
+    // Nobody else, and nothing else, waits for that.
+    world.sample("trainer-b", request(1, 2)).await.unwrap();
+    let mut ops = world.fleet("ops");
+    ops.get_stats(berth::proto::GetStatsRequest {})
+        .await
+        .unwrap();
+    drop(running);
+    eventually("there is room again", async || {
+        world.sample("trainer-a", request(1, 2)).await.is_ok()
+    })
+    .await;
+    world.stop().await;
+}
