@@ -15,6 +15,7 @@ use axum::{
     Router,
     extract::State,
     http::{HeaderMap, StatusCode, header},
+    middleware,
     response::{IntoResponse, Response},
     routing::get,
 };
@@ -22,7 +23,11 @@ use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::{store::Store, telemetry::text};
+use crate::{
+    auth::{self, Gate},
+    store::Store,
+    telemetry::text,
+};
 
 /// What the listener tells of.
 #[derive(Clone)]
@@ -44,13 +49,14 @@ impl Page {
 }
 
 /// Serves until `stop`.
-pub async fn serve(listener: TcpListener, page: Page, stop: CancellationToken) {
+pub async fn serve(listener: TcpListener, gate: Arc<Gate>, page: Page, stop: CancellationToken) {
     let app = Router::new()
         .route("/livez", get(alive))
         .route("/healthz", get(alive))
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
-        .with_state(page);
+        .with_state(page)
+        .layer(middleware::from_fn_with_state(gate, auth::admin::guard));
     let served =
         axum::serve(listener, app).with_graceful_shutdown(async move { stop.cancelled().await });
     if let Err(error) = served.await {

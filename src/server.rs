@@ -203,7 +203,8 @@ async fn serve(
     tokio::spawn(sweep_pins(Arc::clone(&parts.router), stop.clone()));
     let registry = telemetry::registry(&parts, Arc::clone(&config.spans));
     let page = admin::Page::new(registry, Arc::clone(&parts.store), drain.clone());
-    tokio::spawn(admin::serve(admin, page, stop.clone()));
+    let gate = Arc::clone(&guard.gate);
+    tokio::spawn(admin::serve(admin, gate, page, stop.clone()));
     guard.keep(stop.clone());
 
     let (health, health_service) = tonic_health::server::health_reporter();

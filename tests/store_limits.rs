@@ -415,3 +415,23 @@ async fn a_full_disk_loses_nothing_and_heals_by_itself() {
     assert!(down, "the store never noticed");
     assert_eq!(store.stats().losses, 0);
 }
+
+#[tokio::test]
+async fn the_folder_is_its_owners() {
+    use std::{
+        fs::{Permissions, metadata, set_permissions},
+        os::unix::fs::PermissionsExt as _,
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a/store");
+    let mode = || metadata(&path).unwrap().permissions().mode() & 0o777;
+    let open = || SledStore::open(&path, SledOptions::default()).unwrap();
+    open().close().await.unwrap();
+    assert_eq!(mode(), 0o700);
+    // One that was open to others is closed to them; a volume's group keeps it.
+    for (before, after) in [(0o755, 0o750), (0o777, 0o770), (0o770, 0o770)] {
+        set_permissions(&path, Permissions::from_mode(before)).unwrap();
+        open().close().await.unwrap();
+        assert_eq!(mode(), after, "{before:o}");
+    }
+}

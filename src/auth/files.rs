@@ -36,11 +36,12 @@ impl Content {
 /// In one sentence, with the file's name and never its content.
 pub(super) fn read(path: &Path) -> Result<Content, String> {
     let fault = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
-    let file = File::open(path).map_err(|e| fault(&e))?;
-    let metadata = file.metadata().map_err(|e| fault(&e))?;
-    if !metadata.is_file() {
+    // To open a pipe would wait for somebody to write to it.
+    if !std::fs::metadata(path).map_err(|e| fault(&e))?.is_file() {
         return Err(fault(&"is no file"));
     }
+    let file = File::open(path).map_err(|e| fault(&e))?;
+    let metadata = file.metadata().map_err(|e| fault(&e))?;
     if metadata.permissions().mode() & 0o002 != 0 {
         return Err(fault(&"everybody may change it: chmod o-w"));
     }

@@ -10,7 +10,7 @@ use arc_swap::ArcSwap;
 use http::{HeaderMap, header};
 
 use super::{
-    AuthConfig, Caller, Reflection, Roles,
+    AuthConfig, Caller, Reflection, Role, Roles,
     file::{Credential, Directory},
     files,
     methods::{self, Rule},
@@ -103,7 +103,6 @@ impl Gate {
         headers: &HeaderMap,
         extensions: &http::Extensions,
     ) -> Result<Caller, Error> {
-        let peer = extensions.get::<Peer>().map(|peer| peer.0);
         let needed = methods::rule(path)
             .and_then(|rule| methods::needed(rule, self.reflection).map(|roles| (rule, roles)));
         // As for a method of a later version: a client may do without it.
@@ -113,19 +112,51 @@ impl Gate {
                 "this control plane does not serve this method",
             ));
         };
-        let caller = |principal: Arc<str>, tenant, roles| Caller {
-            principal,
-            tenant,
+        let anyone = |roles| Caller {
+            principal: "anyone".into(),
+            tenant: Tenant::default(),
             roles,
-            peer,
+            peer: extensions.get::<Peer>().map(|peer| peer.0),
             audit: self.audit.clone(),
         };
         let Some(known) = &self.known else {
-            return Ok(caller("anyone".into(), Tenant::default(), Roles::ALL));
+            return Ok(anyone(Roles::ALL));
         };
         if rule == Rule::Everybody {
-            return Ok(caller("anyone".into(), Tenant::default(), Roles::NONE));
+            return Ok(anyone(Roles::NONE));
         }
+        self.caller(known, path, headers, extensions, needed)
+    }
+
+    /// Whether this request of the admin port may be answered: probes are, whoever
+    /// asks, and the rest is for admins.
+    ///
+    /// # Errors
+    /// NO_CREDENTIALS, CREDENTIALS_REFUSED, ROLE_MISSING.
+    pub fn admit_to_admin_port(
+        &self,
+        path: &str,
+        headers: &HeaderMap,
+        extensions: &http::Extensions,
+    ) -> Result<(), Error> {
+        match &self.known {
+            Some(known) if !matches!(path, "/livez" | "/readyz") => self
+                .caller(known, path, headers, extensions, &[Role::Admin])
+                .map(drop),
+            _ => Ok(()),
+        }
+    }
+
+    /// Who shows these credentials, if one of these roles is theirs.
+    fn caller(
+        &self,
+        known: &Known,
+        path: &str,
+        headers: &HeaderMap,
+        extensions: &http::Extensions,
+        needed: &[Role],
+    ) -> Result<Caller, Error> {
+        let peer = extensions.get::<Peer>().map(|peer| peer.0);
         let refused = |error: Error| {
             self.audit.write_stranger(&Entry {
                 event: "refused",
@@ -139,11 +170,8 @@ impl Gate {
             });
             error
         };
-        let shown = shown(
-            &known.directory.load(),
-            headers,
-            extensions.get::<ClientName>(),
-        );
+        let client = extensions.get::<ClientName>();
+        let shown = shown(&known.directory.load(), headers, client);
         let credential = match shown.map_err(refused)? {
             Shown::Somebody(credential) => credential,
             Shown::Nobody => {
@@ -154,7 +182,6 @@ impl Gate {
                 )));
             }
         };
-        let principal = &credential.principal;
         if credential
             .not_after
             .is_some_and(|until| until <= SystemTime::now())
@@ -164,17 +191,20 @@ impl Gate {
                 "these credentials counted until some time that has passed: use newer ones",
             )));
         }
-        let caller = caller(
-            Arc::clone(&principal.name),
-            principal.tenant.clone(),
-            principal.roles,
-        );
+        let principal = &credential.principal;
+        let caller = Caller {
+            principal: Arc::clone(&principal.name),
+            tenant: principal.tenant.clone(),
+            roles: principal.roles,
+            peer,
+            audit: self.audit.clone(),
+        };
         if !needed.iter().any(|role| caller.roles.has(*role)) {
             let names: Vec<&str> = needed.iter().map(|role| role.name()).collect();
             let error = Error::new(
                 Reason::RoleMissing,
                 format!(
-                    "this method needs the role {}, and these credentials have {}",
+                    "this needs the role {}, and these credentials have {}",
                     names.join(" or "),
                     caller.roles
                 ),
@@ -375,6 +405,37 @@ mod tests {
         let admit = |path| open.admit(path, &HeaderMap::new(), &http::Extensions::new());
         assert!(admit("/berth.v1.FleetService/Later").is_err());
         assert!(admit(DRAIN).is_ok());
+    }
+
+    #[test]
+    fn the_admin_port_answers_probes_and_admins() {
+        let (trainer, ops) = (token(), token());
+        let lines = format!(
+            "principal=t role=sample tenant=a sha256={}\n\
+             principal=o role=admin sha256={}\n",
+            trainer.hash(),
+            ops.hash()
+        );
+        let bench = bench(&lines, Reflection::On);
+        let ask = |path: &str, token: Option<&Token>| {
+            let mut headers = HeaderMap::new();
+            if let Some(token) = token {
+                let value = format!("Bearer {}", token.expose()).parse().unwrap();
+                headers.insert(header::AUTHORIZATION, value);
+            }
+            let admitted = bench
+                .gate
+                .admit_to_admin_port(path, &headers, &http::Extensions::new());
+            admitted.err().map(|error| error.reason)
+        };
+        for probe in ["/livez", "/readyz"] {
+            assert_eq!(ask(probe, None), None);
+        }
+        for path in ["/metrics", "/livez/", "/LIVEZ", "/", ""] {
+            assert_eq!(ask(path, None), Some(Reason::NoCredentials), "{path}");
+            assert_eq!(ask(path, Some(&trainer)), Some(Reason::RoleMissing));
+            assert_eq!(ask(path, Some(&ops)), None);
+        }
     }
 
     #[test]

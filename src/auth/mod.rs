@@ -11,6 +11,7 @@
 //! Without a file of credentials everybody may do everything, and the server
 //! serves this machine only.
 
+pub mod admin;
 pub mod client;
 pub mod file;
 mod files;

@@ -14,23 +14,16 @@ impl Config {
                 faults.push(fault);
             }
         };
-        check(
-            self.listen.ip().is_loopback() || self.auth.credentials.is_some(),
-            format!(
-                "listen: {} is not a loopback address, and without a file of credentials whoever \
-                 reaches it could read prompts and register replicas: make one with `berth \
-                 token` and name it in credentials",
-                self.listen
-            ),
-        );
-        check(
-            self.admin_listen.ip().is_loopback(),
-            format!(
-                "admin-listen: {} is not a loopback address, and the admin port knows no \
-                 credentials",
-                self.admin_listen
-            ),
-        );
+        for (option, address) in [("listen", self.listen), ("admin-listen", self.admin_listen)] {
+            check(
+                address.ip().is_loopback() || self.auth.credentials.is_some(),
+                format!(
+                    "{option}: {address} is not a loopback address, and without a file of \
+                     credentials whoever reaches it could read prompts and register replicas: \
+                     make one with `berth token` and name it in credentials"
+                ),
+            );
+        }
         check(
             self.listen != self.admin_listen || self.listen.port() == 0,
             format!("listen and admin-listen are both {}", self.listen),

@@ -81,9 +81,11 @@ fn the_network_is_served_only_with_credentials() {
     let config = Config::resolve(toml::from_str(&known).unwrap()).unwrap();
     // Who serves a network does not find engines on its own machine unless told so.
     assert!(!config.egress.loopback);
-    let admin = format!("{known}\nadmin-listen = \"0.0.0.0:7701\"");
-    let error = Config::resolve(toml::from_str(&admin).unwrap()).unwrap_err();
+    let admin = "admin-listen = \"0.0.0.0:7701\"";
+    let error = Config::resolve(toml::from_str(admin).unwrap()).unwrap_err();
     assert!(error.to_string().contains("admin-listen"), "{error}");
+    let known = format!("{known}\n{admin}");
+    assert!(Config::resolve(toml::from_str(&known).unwrap()).is_ok());
 }
 
 #[test]

@@ -10,6 +10,7 @@
 )]
 
 mod addresses;
+mod commands;
 mod tenants;
 mod tls;
 mod tokens;

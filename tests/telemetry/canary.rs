@@ -373,7 +373,6 @@ impl Story {
             model: Some(model.to_owned()),
             adapter: Some(format!("{CANARY}-adapter")),
             cache_affinity_key: format!("{CANARY} trajectory 10"),
-            tenant: None,
         };
         let not_found = client.finish_trajectory(with_headers(of(CANARY))).await;
         self.errors.push(not_found.unwrap_err());
