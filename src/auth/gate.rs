@@ -140,7 +140,7 @@ impl Gate {
         extensions: &http::Extensions,
     ) -> Result<(), Error> {
         match &self.known {
-            Some(known) if !matches!(path, "/livez" | "/readyz") => self
+            Some(known) if !matches!(path, "/livez" | "/healthz" | "/readyz") => self
                 .caller(known, path, headers, extensions, &[Role::Admin])
                 .map(drop),
             _ => Ok(()),
@@ -428,7 +428,7 @@ mod tests {
                 .admit_to_admin_port(path, &headers, &http::Extensions::new());
             admitted.err().map(|error| error.reason)
         };
-        for probe in ["/livez", "/readyz"] {
+        for probe in ["/livez", "/healthz", "/readyz"] {
             assert_eq!(ask(probe, None), None);
         }
         for path in ["/metrics", "/livez/", "/LIVEZ", "/", ""] {
