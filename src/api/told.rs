@@ -32,6 +32,20 @@ pub(super) struct Untold {
 
 impl Untold {
     pub(super) fn new(fleet: &Arc<Fleet>, method: Method, call: &SampleCall) -> Self {
+        // Where no line is wanted, none of this is looked up.
+        let told = !tracing::enabled!(tracing::Level::INFO);
+        if told {
+            return Self {
+                fleet: Arc::clone(fleet),
+                method,
+                request_id: Arc::clone(&call.request_id),
+                begun: Instant::now(),
+                model: None,
+                key: None,
+                follow: None,
+                told,
+            };
+        }
         let snapshot = fleet.snapshot();
         // A name that nobody registered is the caller's text.
         let model = match call.params.model.as_deref() {
@@ -53,7 +67,7 @@ impl Untold {
                 .as_ref()
                 .map(|key| KeyHash::of(&call.tenant, key)),
             follow: None,
-            told: false,
+            told,
         }
     }
 

@@ -26,7 +26,8 @@ fn all_faults_are_told_at_once() {
     let options: Options = toml::from_str(
         "listen = \"0.0.0.0:7700\"\nload-factor = 0.5\nmax-attempts = 0\ngrace = \"2days\"\n\
          drain-grace = \"25h\"\nkv-admission = -1.0\nmoves-per-minute = 200000\n\
-         max-prefix-blocks = 0",
+         max-prefix-blocks = 0\notlp-endpoint = \"https://u:p@collector:4317\"\n\
+         otlp-sample-ratio = 1.5",
     )
     .unwrap();
     let error = Config::resolve(options).unwrap_err().to_string();
@@ -39,9 +40,12 @@ fn all_faults_are_told_at_once() {
         "kv-admission",
         "moves-per-minute",
         "max-prefix-blocks",
+        "otlp-endpoint",
+        "otlp-sample-ratio",
     ] {
         assert!(error.contains(option), "{option} in {error}");
     }
+    assert!(!error.contains("u:p"), "{error}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! where one is configured.
 //!
 //! What dependencies say below INFO is never shown, whatever the filter: it may
-//! hold what passes through them.
+//! hold what passes through them (sled's trace lines print what it stores).
 
 use std::sync::Arc;
 
