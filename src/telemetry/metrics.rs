@@ -1,6 +1,6 @@
 //! What is measured as it happens: calls, and the layers of the stack. All that
 //! can be read from state that exists is read at the scrape, in
-//! [`state`](super::state).
+//! `state`.
 //!
 //! Nothing here is global: every server has its own. A label is a value of an
 //! enum of ours, never a text of a request.

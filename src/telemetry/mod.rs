@@ -12,6 +12,8 @@
 //! [`rpc::Observed`] around the gRPC service as a whole.
 
 pub mod attempt;
+mod families;
+mod fleet;
 pub mod layer;
 pub mod logs;
 pub mod method;

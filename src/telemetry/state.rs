@@ -10,15 +10,17 @@ use std::{
 
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet},
-    metrics::MetricType,
+    encoding::DescriptorEncoder,
     registry::{Registry, Unit},
 };
 
-use super::{otlp::SpanCounts, text::escaped};
+use super::{
+    families::{Page, tokens},
+    fleet,
+    otlp::SpanCounts,
+};
 use crate::{
     call::{AttemptFailure, RouteReason},
-    fleet::{Health, RankStatus, ReplicaStatus, snapshot::RankState},
     stack::Parts,
     store::account::Timings,
 };
@@ -66,7 +68,7 @@ impl Collector for State {
         self.routing(&mut page)?;
         self.attempts(&mut page)?;
         self.tokens(&mut page)?;
-        self.fleet(&mut page)?;
+        fleet::write(&self.parts.fleet, &mut page)?;
         self.store(&mut page)
     }
 }
@@ -234,127 +236,6 @@ impl State {
         Ok(())
     }
 
-    fn fleet(&self, page: &mut Page<'_>) -> fmt::Result {
-        let fleet = &self.parts.fleet;
-        let replicas = fleet.list();
-        let health = [
-            ("healthy", Health::Healthy),
-            ("suspect", Health::Suspect),
-            ("unverified", Health::Unverified),
-            ("unhealthy", Health::Unhealthy),
-            ("draining", Health::Draining),
-            ("dead", Health::Dead),
-        ];
-        page.gauges(
-            "replicas",
-            "Replicas that are known, by health",
-            health.map(|(name, health)| {
-                let count = replicas.iter().filter(|r| r.health == health).count();
-                ([("state", name)], count as f64)
-            }),
-        )?;
-        let snapshot = fleet.snapshot();
-        let states = [
-            "open",
-            "pinned_only",
-            "closed",
-            "paused",
-            "ejected",
-            "drained",
-        ];
-        page.gauges(
-            "ranks",
-            "Ranks of replicas that are not dead, by what they take",
-            states.map(|name| {
-                let ranks = snapshot.ranks.iter();
-                let count = ranks.filter(|r| state_name(&r.state) == name).count();
-                ([("state", name)], count as f64)
-            }),
-        )?;
-        page.counters(
-            "ejections",
-            "Ranks that were trusted until they were ejected, by cause",
-            fleet
-                .ejections()
-                .map(|(why, count)| ([("cause", why.name())], count)),
-        )?;
-        Self::ranks(page, &replicas)
-    }
-
-    fn ranks(page: &mut Page<'_>, replicas: &[ReplicaStatus]) -> fmt::Result {
-        let ranks: Vec<Row<'_>> = replicas
-            .iter()
-            .filter(|replica| replica.health != Health::Dead)
-            .flat_map(|replica| {
-                let model = escaped(&replica.facts.model);
-                replica.ranks.iter().map(move |rank| Row {
-                    replica: replica.facts.id.as_str(),
-                    number: rank.facts.rank.to_string(),
-                    model: model.clone(),
-                    rank,
-                })
-            })
-            .collect();
-        type Value = fn(&RankStatus) -> Option<f64>;
-        let gauges: [(&str, Option<Unit>, &str, Value); 8] = [
-            (
-                "rank_routable",
-                None,
-                "1: the rank takes new requests",
-                |r| Some(f64::from(u8::from(r.routable()))),
-            ),
-            (
-                "rank_in_flight_samples",
-                None,
-                "Samples sent to the rank and not yet answered",
-                |r| Some(r.in_flight as f64),
-            ),
-            (
-                "rank_live_pins",
-                None,
-                "Trajectories that live on the rank",
-                |r| Some(r.live_pins as f64),
-            ),
-            (
-                "rank_live",
-                Some(tokens()),
-                "Tokens of the trajectories that live on the rank",
-                |r| Some(r.live_tokens as f64),
-            ),
-            (
-                "rank_kv_capacity",
-                Some(tokens()),
-                "Tokens that the rank's KV cache holds",
-                |r| Some(r.facts.kv_capacity as f64),
-            ),
-            (
-                "rank_kv_used",
-                Some(tokens()),
-                "Tokens in the rank's KV cache, as its sidecar says",
-                |r| Some(r.reported.as_ref()?.kv_used_tokens as f64),
-            ),
-            (
-                "rank_running_requests",
-                None,
-                "Requests that the rank runs, as its sidecar says",
-                |r| Some(f64::from(r.reported.as_ref()?.running)),
-            ),
-            (
-                "rank_waiting_requests",
-                None,
-                "Requests that wait at the rank, as its sidecar says",
-                |r| Some(f64::from(r.reported.as_ref()?.waiting)),
-            ),
-        ];
-        for (name, unit, help, value) in gauges {
-            let rows = ranks
-                .iter()
-                .filter_map(|row| Some((row.labels(), value(row.rank)?)));
-            page.rows(name, unit.as_ref(), help, MetricType::Gauge, rows, gauge)?;
-        }
-        Ok(())
-    }
-
     fn store(&self, page: &mut Page<'_>) -> fmt::Result {
         let Some(account) = self.parts.store.account() else {
             return Ok(());
@@ -394,114 +275,4 @@ impl State {
         }
         Ok(())
     }
-}
-
-/// A rank and its labels. Ids of replicas have no letter that must be escaped.
-struct Row<'a> {
-    replica: &'a str,
-    number: String,
-    model: String,
-    rank: &'a RankStatus,
-}
-
-impl Row<'_> {
-    fn labels(&self) -> [(&'static str, &str); 3] {
-        [
-            ("model", &self.model),
-            ("replica", self.replica),
-            ("rank", &self.number),
-        ]
-    }
-}
-
-fn state_name(state: &RankState) -> &'static str {
-    match state {
-        RankState::Open => "open",
-        RankState::PinnedOnly => "pinned_only",
-        RankState::Closed(_) => "closed",
-        RankState::Paused => "paused",
-        RankState::Ejected(_) => "ejected",
-        RankState::Drained => "drained",
-    }
-}
-
-fn tokens() -> Unit {
-    Unit::Other("tokens".to_owned())
-}
-
-/// Families as they are written.
-struct Page<'a>(DescriptorEncoder<'a>);
-
-impl Page<'_> {
-    fn counter(&mut self, name: &str, help: &str, count: u64) -> fmt::Result {
-        self.rows(
-            name,
-            None,
-            help,
-            MetricType::Counter,
-            [([], count)],
-            counter,
-        )
-    }
-
-    fn counter_of(&mut self, name: &str, unit: Unit, help: &str, count: u64) -> fmt::Result {
-        let row = [([], count)];
-        self.rows(name, Some(&unit), help, MetricType::Counter, row, counter)
-    }
-
-    fn counters<const N: usize>(
-        &mut self,
-        name: &str,
-        help: &str,
-        rows: impl IntoIterator<Item = ([(&'static str, &'static str); N], u64)>,
-    ) -> fmt::Result {
-        self.rows(name, None, help, MetricType::Counter, rows, counter)
-    }
-
-    fn gauge(&mut self, name: &str, help: &str, value: f64) -> fmt::Result {
-        self.rows(name, None, help, MetricType::Gauge, [([], value)], gauge)
-    }
-
-    fn gauge_of(&mut self, name: &str, unit: Unit, help: &str, value: f64) -> fmt::Result {
-        let row = [([], value)];
-        self.rows(name, Some(&unit), help, MetricType::Gauge, row, gauge)
-    }
-
-    fn gauges<const N: usize>(
-        &mut self,
-        name: &str,
-        help: &str,
-        rows: impl IntoIterator<Item = ([(&'static str, &'static str); N], f64)>,
-    ) -> fmt::Result {
-        self.rows(name, None, help, MetricType::Gauge, rows, gauge)
-    }
-
-    fn rows<'v, T, const N: usize>(
-        &mut self,
-        name: &str,
-        unit: Option<&Unit>,
-        help: &str,
-        kind: MetricType,
-        rows: impl IntoIterator<Item = ([(&'static str, &'v str); N], T)>,
-        write: fn(&mut MetricEncoder<'_>, T) -> fmt::Result,
-    ) -> fmt::Result {
-        let help = format!("{help}.");
-        let mut family = self.0.encode_descriptor(name, &help, unit, kind)?;
-        for (labels, value) in rows {
-            if N == 0 {
-                write(&mut family, value)?;
-            } else {
-                write(&mut family.encode_family(&labels)?, value)?;
-            }
-        }
-        Ok(())
-    }
-}
-
-fn counter(encoder: &mut MetricEncoder<'_>, count: u64) -> fmt::Result {
-    encoder.encode_counter::<NoLabelSet, _, u64>(&count, None)
-}
-
-fn gauge(encoder: &mut MetricEncoder<'_>, value: f64) -> fmt::Result {
-    encoder.encode_gauge(&value)
 }

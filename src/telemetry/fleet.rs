@@ -1,0 +1,161 @@
+//! The fleet at the scrape: how many are how, and what each rank has to do.
+
+use std::fmt;
+
+use prometheus_client::{metrics::MetricType, registry::Unit};
+
+use super::{
+    families::{Page, gauge, tokens},
+    text::escaped,
+};
+use crate::fleet::{Fleet, Health, RankStatus, ReplicaStatus, snapshot::RankState};
+
+/// Writes it.
+pub(super) fn write(fleet: &Fleet, page: &mut Page<'_>) -> fmt::Result {
+    let replicas = fleet.list();
+    let health = [
+        ("healthy", Health::Healthy),
+        ("suspect", Health::Suspect),
+        ("unverified", Health::Unverified),
+        ("unhealthy", Health::Unhealthy),
+        ("draining", Health::Draining),
+        ("dead", Health::Dead),
+    ];
+    page.gauges(
+        "replicas",
+        "Replicas that are known, by health",
+        health.map(|(name, health)| {
+            let count = replicas.iter().filter(|r| r.health == health).count();
+            ([("state", name)], count as f64)
+        }),
+    )?;
+    let snapshot = fleet.snapshot();
+    let states = [
+        "open",
+        "pinned_only",
+        "closed",
+        "paused",
+        "ejected",
+        "drained",
+    ];
+    page.gauges(
+        "ranks",
+        "Ranks of replicas that are not dead, by what they take",
+        states.map(|name| {
+            let ranks = snapshot.ranks.iter();
+            let count = ranks.filter(|r| state_name(&r.state) == name).count();
+            ([("state", name)], count as f64)
+        }),
+    )?;
+    page.counters(
+        "ejections",
+        "Ranks that were trusted until they were ejected, by cause",
+        fleet
+            .ejections()
+            .map(|(why, count)| ([("cause", why.name())], count)),
+    )?;
+    ranks(page, &replicas)
+}
+
+fn ranks(page: &mut Page<'_>, replicas: &[ReplicaStatus]) -> fmt::Result {
+    let ranks: Vec<Row<'_>> = replicas
+        .iter()
+        .filter(|replica| replica.health != Health::Dead)
+        .flat_map(|replica| {
+            let model = escaped(&replica.facts.model);
+            replica.ranks.iter().map(move |rank| Row {
+                replica: replica.facts.id.as_str(),
+                number: rank.facts.rank.to_string(),
+                model: model.clone(),
+                rank,
+            })
+        })
+        .collect();
+    type Value = fn(&RankStatus) -> Option<f64>;
+    let gauges: [(&str, Option<Unit>, &str, Value); 8] = [
+        (
+            "rank_routable",
+            None,
+            "1: the rank takes new requests",
+            |r| Some(f64::from(u8::from(r.routable()))),
+        ),
+        (
+            "rank_in_flight_samples",
+            None,
+            "Samples sent to the rank and not yet answered",
+            |r| Some(r.in_flight as f64),
+        ),
+        (
+            "rank_live_pins",
+            None,
+            "Trajectories that live on the rank",
+            |r| Some(r.live_pins as f64),
+        ),
+        (
+            "rank_live",
+            Some(tokens()),
+            "Tokens of the trajectories that live on the rank",
+            |r| Some(r.live_tokens as f64),
+        ),
+        (
+            "rank_kv_capacity",
+            Some(tokens()),
+            "Tokens that the rank's KV cache holds",
+            |r| Some(r.facts.kv_capacity as f64),
+        ),
+        (
+            "rank_kv_used",
+            Some(tokens()),
+            "Tokens in the rank's KV cache, as its sidecar says",
+            |r| Some(r.reported.as_ref()?.kv_used_tokens as f64),
+        ),
+        (
+            "rank_running_requests",
+            None,
+            "Requests that the rank runs, as its sidecar says",
+            |r| Some(f64::from(r.reported.as_ref()?.running)),
+        ),
+        (
+            "rank_waiting_requests",
+            None,
+            "Requests that wait at the rank, as its sidecar says",
+            |r| Some(f64::from(r.reported.as_ref()?.waiting)),
+        ),
+    ];
+    for (name, unit, help, value) in gauges {
+        let rows = ranks
+            .iter()
+            .filter_map(|row| Some((row.labels(), value(row.rank)?)));
+        page.rows(name, unit.as_ref(), help, MetricType::Gauge, rows, gauge)?;
+    }
+    Ok(())
+}
+
+/// A rank and its labels. Ids of replicas have no letter that must be escaped.
+struct Row<'a> {
+    replica: &'a str,
+    number: String,
+    model: String,
+    rank: &'a RankStatus,
+}
+
+impl Row<'_> {
+    fn labels(&self) -> [(&'static str, &str); 3] {
+        [
+            ("model", &self.model),
+            ("replica", self.replica),
+            ("rank", &self.number),
+        ]
+    }
+}
+
+fn state_name(state: &RankState) -> &'static str {
+    match state {
+        RankState::Open => "open",
+        RankState::PinnedOnly => "pinned_only",
+        RankState::Closed(_) => "closed",
+        RankState::Paused => "paused",
+        RankState::Ejected(_) => "ejected",
+        RankState::Drained => "drained",
+    }
+}
