@@ -66,6 +66,7 @@ methods! {
     WatchFleet = "berth.v1.FleetService", "WatchFleet", false;
     GetPin = "berth.v1.FleetService", "GetPin", true;
     GetStats = "berth.v1.FleetService", "GetStats", false;
+    PurgeTenant = "berth.v1.FleetService", "PurgeTenant", true;
     HealthCheck = "grpc.health.v1.Health", "Check", false;
     HealthWatch = "grpc.health.v1.Health", "Watch", false;
     Reflection = "grpc.reflection.v1.ServerReflection", "ServerReflectionInfo", false;

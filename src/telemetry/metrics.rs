@@ -225,7 +225,7 @@ mod tests {
             "{text}"
         );
         assert!(
-            text.contains(r#"layer_duration_seconds_count{layer="engine"} 7"#),
+            text.contains(r#"layer_duration_seconds_count{layer="engine"} 8"#),
             "{text}"
         );
     }
