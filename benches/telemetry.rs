@@ -7,6 +7,12 @@
 //! 1 KiB of packed ids, 32 tokens back, an affinity key, no store on the way. The
 //! engine answers at once with bytes made beforehand. Lines are written to
 //! `/dev/null`.
+//!
+//! On a machine that others use the ratio of rounds is rough. With `--count ARM N`
+//! (arms: 0 nothing, 1 metrics, 2 metrics and lines, 3 with lines as JSON) the program makes N requests,
+//! one after the other, on one thread, and ends: under `valgrind --tool=callgrind`
+//! the difference of two such runs counts instructions, the same every time.
+//! Client, engine and kernel-free server together are what 100 % is.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -20,6 +26,7 @@ use std::{fs::File, sync::Arc, time::Duration};
 
 use axum::{Json, Router, response::IntoResponse, routing::post};
 use berth::{
+    config::LogFormat,
     harness::playground,
     proto::{
         Capabilities, EngineKind, OutputEncoding, Rank, RegisterReplicaRequest, SampleRequest,
@@ -27,6 +34,7 @@ use berth::{
         sample_request::Prompt, sampling_service_client::SamplingServiceClient,
     },
     server::Server,
+    telemetry::logs,
 };
 use tokio::time::Instant;
 use tonic::transport::Channel;
@@ -104,25 +112,32 @@ async fn server(measured: bool) -> (Server, Vec<SamplingServiceClient<Channel>>)
     (server, clients)
 }
 
-/// Requests a second of all callers.
-async fn round(clients: &[SamplingServiceClient<Channel>]) -> f64 {
-    let prompt: Vec<u8> = (0..PROMPT_IDS).flat_map(u32::to_le_bytes).collect();
-    let prompt = bytes::Bytes::from(prompt);
-    let begun = Instant::now();
+/// What a round came to.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    /// Requests a second.
+    by_clock: f64,
+    /// Requests a second of this process's CPU time: what others do on the machine
+    /// changes it less.
+    by_cpu: f64,
+}
+
+/// CPU time of this process so far.
+fn cpu() -> Duration {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    // Behind the name, which may hold anything: fields 14 and 15, in hundredths.
+    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split(' ').collect();
+    let ticks = |field: usize| fields[field].parse::<u64>().unwrap();
+    Duration::from_millis((ticks(12) + ticks(13)) * 10)
+}
+
+/// A round of all callers.
+async fn round(clients: &[SamplingServiceClient<Channel>]) -> Pace {
+    let (begun, cpu_before) = (Instant::now(), cpu());
     let callers: Vec<_> = (0..CALLERS)
         .map(|i| {
             let mut client = clients[i % CHANNELS].clone();
-            let request = SampleRequest {
-                cache_affinity_key: Some(format!("trajectory-{i}")),
-                prompt: Some(Prompt::TokenIdsLe(prompt.clone())),
-                sampling: Some(Sampling {
-                    max_tokens: Some(TOKENS as u32),
-                    ignore_eos: true,
-                    ..Sampling::default()
-                }),
-                output_encoding: OutputEncoding::Packed.into(),
-                ..SampleRequest::default()
-            };
+            let request = request(i);
             tokio::spawn(async move {
                 let mut count = 0u64;
                 while begun.elapsed() < ROUND {
@@ -138,7 +153,10 @@ async fn round(clients: &[SamplingServiceClient<Channel>]) -> f64 {
     for caller in callers {
         total += caller.await.unwrap();
     }
-    total as f64 / begun.elapsed().as_secs_f64()
+    Pace {
+        by_clock: total as f64 / begun.elapsed().as_secs_f64(),
+        by_cpu: total as f64 / (cpu() - cpu_before).as_secs_f64(),
+    }
 }
 
 fn median(values: &[f64]) -> f64 {
@@ -149,10 +167,40 @@ fn median(values: &[f64]) -> f64 {
     f64::midpoint(lower, upper)
 }
 
+fn report(what: &str, with: &[Pace], without: &[Pace]) {
+    for (measure, of) in [
+        ("a second", (|pace| pace.by_clock) as fn(&Pace) -> f64),
+        ("a second of CPU time", |pace| pace.by_cpu),
+    ] {
+        let (with, without): (Vec<f64>, Vec<f64>) = (
+            with.iter().map(of).collect(),
+            without.iter().map(of).collect(),
+        );
+        let ratios: Vec<f64> = with.iter().zip(&without).map(|(w, o)| w / o).collect();
+        let shown: Vec<String> = ratios.iter().map(|r| format!("{r:.3}")).collect();
+        println!(
+            "{what}: {:.0} requests {measure}, {:.0} without; ratio {:.3} (of rounds: {})",
+            median(&with),
+            median(&without),
+            median(&ratios),
+            shown.join(" ")
+        );
+    }
+}
+
 fn main() {
     // `cargo test --benches` only wants to know that it starts.
     if std::env::args().any(|a| a == "--test") {
         return;
+    }
+    let arguments: Vec<String> = std::env::args().collect();
+    if let Some(at) = arguments.iter().position(|a| a == "--count") {
+        let number = |i: usize| arguments[at + i].parse::<usize>().unwrap();
+        return tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap()
+            .block_on(count(number(1), number(2)));
     }
     tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -161,43 +209,82 @@ fn main() {
         .block_on(run());
 }
 
-async fn run() {
-    let filter = |text: &str| EnvFilter::try_new(text).unwrap();
-    let (reloaded, handle) = reload::Layer::new(filter("off"));
-    let lines = tracing_subscriber::fmt::layer()
-        .with_ansi(false)
-        .with_writer(Arc::new(File::create("/dev/null").unwrap()))
-        .with_filter(reloaded);
-    tracing_subscriber::registry().with(lines).init();
+/// This many requests in this arm, for who counts instructions.
+async fn count(arm: usize, requests: usize) {
+    let form = if arm == 3 {
+        LogFormat::Json
+    } else {
+        LogFormat::Human
+    };
+    let handle = lines(form);
+    let level = if arm > 1 { "info" } else { "off" };
+    handle.reload(filter(level)).unwrap();
+    let (server, clients) = server(arm > 0).await;
+    let mut client = clients[0].clone();
+    for _ in 0..requests {
+        client.sample(request(0)).await.unwrap();
+    }
+    server.stop().await.unwrap();
+}
 
+fn filter(text: &str) -> EnvFilter {
+    EnvFilter::try_new(text).unwrap()
+}
+
+type Handle = reload::Handle<EnvFilter, tracing_subscriber::Registry>;
+
+/// Lines to nowhere, off until told otherwise.
+fn lines(form: LogFormat) -> Handle {
+    let (reloaded, handle) = reload::Layer::new(filter("off"));
+    let nowhere = Arc::new(File::create("/dev/null").unwrap());
+    let lines = logs::lines(form, nowhere).with_filter(reloaded);
+    tracing_subscriber::registry().with(lines).init();
+    handle
+}
+
+fn request(caller: usize) -> SampleRequest {
+    let prompt: Vec<u8> = (0..PROMPT_IDS).flat_map(u32::to_le_bytes).collect();
+    SampleRequest {
+        cache_affinity_key: Some(format!("trajectory-{caller}")),
+        prompt: Some(Prompt::TokenIdsLe(prompt.into())),
+        sampling: Some(Sampling {
+            max_tokens: Some(TOKENS as u32),
+            ignore_eos: true,
+            ..Sampling::default()
+        }),
+        output_encoding: OutputEncoding::Packed.into(),
+        ..SampleRequest::default()
+    }
+}
+
+async fn run() {
+    let handle = lines(LogFormat::Human);
     let (plain, plain_clients) = server(false).await;
     let (watched, watched_clients) = server(true).await;
     round(&plain_clients).await;
     round(&watched_clients).await;
-    let (mut with, mut without) = (Vec::new(), Vec::new());
+    let mut paces: [Vec<Pace>; 3] = Default::default();
     for i in 0..ROUNDS {
-        // Whoever goes first goes second in the next round.
-        for watched in [i % 2 == 0, i % 2 == 1] {
-            handle
-                .reload(filter(if watched { "info" } else { "off" }))
-                .unwrap();
-            if watched {
-                with.push(round(&watched_clients).await);
+        // Whoever goes first is last in the next round.
+        let mut order = [0, 1, 2];
+        if i % 2 == 1 {
+            order.reverse();
+        }
+        for arm in order {
+            let lines = if arm == 2 { "info" } else { "off" };
+            handle.reload(filter(lines)).unwrap();
+            let clients = if arm == 0 {
+                &plain_clients
             } else {
-                without.push(round(&plain_clients).await);
-            }
+                &watched_clients
+            };
+            paces[arm].push(round(clients).await);
         }
     }
-    let ratios: Vec<f64> = with.iter().zip(&without).map(|(w, o)| w / o).collect();
-    let shown: Vec<String> = ratios.iter().map(|r| format!("{r:.3}")).collect();
-    println!(
-        "{CALLERS} callers, requests/s: {:.0} with telemetry, {:.0} without; ratio {:.3} (of \
-         rounds: {})",
-        median(&with),
-        median(&without),
-        median(&ratios),
-        shown.join(" ")
-    );
+    let [without, metrics, with] = paces;
+    println!("{CALLERS} callers, {ROUNDS} rounds; ratios are medians over the rounds:");
+    report("metrics alone", &metrics, &without);
+    report("metrics and a line each", &with, &without);
     plain.stop().await.unwrap();
     watched.stop().await.unwrap();
 }

@@ -260,7 +260,7 @@ impl Run {
                 {
                     // The record stays claimed by this run: the next claim of
                     // this owner takes it over.
-                    tracing::warn!(%trouble, "a failed generation could not be written down");
+                    tracing::warn!(?key, %trouble, "a failed generation could not be written down");
                 }
                 if outcome.is_ok() {
                     failpoint::pass(Point::Told);

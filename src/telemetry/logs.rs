@@ -17,6 +17,7 @@ use tracing_subscriber::{
 
 use super::{
     otlp::{OtlpConfig, Pipeline, SpanCounts},
+    plain::Plain,
     trace::{ONLY_TRACED, TRACED},
 };
 use crate::config::LogFormat;
@@ -69,8 +70,8 @@ impl Logs {
     }
 }
 
-/// The layer that writes lines.
-fn lines<W>(format: LogFormat, to: W) -> Box<dyn Layer<Registry> + Send + Sync>
+/// The layer that writes lines in this form.
+pub fn lines<W>(format: LogFormat, to: W) -> Box<dyn Layer<Registry> + Send + Sync>
 where
     W: for<'a> tracing_subscriber::fmt::MakeWriter<'a> + Send + Sync + 'static,
 {
@@ -78,7 +79,7 @@ where
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
         .with_writer(to);
     match format {
-        LogFormat::Human => lines.boxed(),
+        LogFormat::Human => lines.fmt_fields(Plain).boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
     }
 }

@@ -20,6 +20,7 @@ pub mod method;
 pub mod metrics;
 pub mod otlp;
 pub mod outcome;
+mod plain;
 pub mod rpc;
 mod state;
 pub mod text;

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use tonic::Code;
 use tower::Service;
 use tower_http::request_id::RequestId;
-use tracing::{Instrument, Span, field::Empty, info_span};
+use tracing::{Instrument, Span, debug_span, field::Empty, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
 use super::{
@@ -117,8 +117,9 @@ impl Call {
         }
         call.metrics.begun(method);
         if method.is_traced() {
-            let id = request_id(request.extensions());
-            call.log = info_span!("request", request_id = &*id);
+            // At INFO there are no spans: each line says whose it is by itself.
+            let id = || request_id(request.extensions());
+            call.log = debug_span!("request", request_id = &*id());
             let (service, name) = method.parts();
             call.traced = call.log.in_scope(|| {
                 info_span!(
@@ -132,7 +133,7 @@ impl Call {
                     rpc.method = name,
                     rpc.grpc.status_code = Empty,
                     error.type = Empty,
-                    berth.request_id = &*id,
+                    berth.request_id = &*id(),
                 )
             });
             if !call.traced.is_disabled()

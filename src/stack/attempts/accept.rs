@@ -93,7 +93,8 @@ impl<S> SampleRun<'_, S> {
         let served_rank = finish.served_rank;
         let wrong_rank = served_rank.is_some_and(|served| served != chosen.rank.engine_rank);
         if wrong_rank {
-            tracing::warn!(%target, served_rank, "the engine served on another rank than it was told");
+            let request_id = &*self.resolved.work.call.call().request_id;
+            tracing::warn!(request_id, %target, served_rank, "the engine served on another rank than it was told");
         }
         let last_version = tokens
             .weight_spans
