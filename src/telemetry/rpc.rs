@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use tonic::Code;
 use tower::Service;
 use tower_http::request_id::RequestId;
-use tracing::{Instrument, Span, debug_span, field::Empty, info_span};
+use tracing::{Instrument, Span, debug_span, field::Empty};
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
 use super::{
@@ -122,7 +122,7 @@ impl Call {
             call.log = debug_span!("request", request_id = &*id());
             let (service, name) = method.parts();
             call.traced = call.log.in_scope(|| {
-                info_span!(
+                debug_span!(
                     target: ONLY_TRACED,
                     "rpc",
                     otel.name = method.name(),
