@@ -12,7 +12,7 @@
 //! (arms: 0 nothing, 1 metrics, 2 metrics and lines, 3 with lines as JSON) the program makes N requests,
 //! one after the other, on one thread, and ends: under `valgrind --tool=callgrind`
 //! the difference of two such runs counts instructions, the same every time.
-//! Client, engine and kernel-free server together are what 100 % is.
+//! They are those of client, engine and server together, without the kernel's.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
