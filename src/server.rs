@@ -78,7 +78,12 @@ impl Server {
         let mut egress = config.egress.clone();
         egress.own = vec![grpc_address, admin_address];
         let egress = Arc::new(egress);
-        let fleet = Fleet::within(config.fleet, Arc::clone(&store), Arc::clone(&egress));
+        let fleet = Fleet::within(
+            config.fleet,
+            Arc::clone(&store),
+            Arc::clone(&egress),
+            guard.gate.audit().clone(),
+        );
         let router = Arc::new(Router::new(RouterConfig {
             keep_changes: true,
             ..config.router

@@ -153,6 +153,20 @@ impl tower::Service<Uri> for Connector {
     }
 }
 
+/// Whether a call failed before anything of it was sent, because its connection
+/// ended at that moment: it may be made again at once, whatever it asks for. Most
+/// gRPC clients do so by themselves; tonic leaves it to its caller.
+pub fn unsent(status: &Status) -> bool {
+    let mut cause: Option<&dyn std::error::Error> = std::error::Error::source(status);
+    while let Some(error) = cause {
+        if let Some(error) = error.downcast_ref::<hyper::Error>() {
+            return error.is_canceled();
+        }
+        cause = error.source();
+    }
+    false
+}
+
 /// Sends the token of a file with every call.
 #[derive(Clone, Debug)]
 pub struct Bearer(Option<Arc<TokenFile>>);

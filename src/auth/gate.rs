@@ -16,7 +16,7 @@ use super::{
     methods::{self, Rule},
     reload::Tried,
     tls::ClientName,
-    token::Token,
+    token::{Token, TokenHash},
 };
 use crate::{
     audit::{Audit, Entry},
@@ -28,24 +28,62 @@ use crate::{
 /// See the module. Shared by all connections.
 #[derive(Debug)]
 pub struct Gate {
-    known: Option<Known>,
+    known: Option<Arc<Known>>,
     reflection: Reflection,
     audit: Audit,
 }
 
 /// Where callers are known.
 #[derive(Debug)]
-struct Known {
+pub(super) struct Known {
     path: PathBuf,
     directory: ArcSwap<Directory>,
     tried: Tried,
 }
 
-/// Who shows these credentials.
-enum Shown {
-    Somebody(Credential),
-    /// No credentials at all.
-    Nobody,
+/// What a caller has shown. It may count no more later.
+#[derive(Clone, Debug)]
+pub(super) enum Proof {
+    Token(TokenHash),
+    Certificate(ClientName),
+}
+
+impl Known {
+    /// Whose this is.
+    ///
+    /// # Errors
+    /// CREDENTIALS_REFUSED, now or by now.
+    pub(super) fn credential(&self, proof: &Proof) -> Result<Credential, Error> {
+        let directory = self.directory.load();
+        let credential = match proof {
+            Proof::Token(hash) => directory
+                .by_token(hash)
+                .ok_or_else(|| refused("this token is not known here, or not any more"))?,
+            Proof::Certificate(client) => uri(client)?
+                .as_deref()
+                .and_then(|uri| directory.by_uri(uri))
+                .ok_or_else(|| refused("the client certificate's name is not known here"))?,
+        };
+        if credential
+            .not_after
+            .is_some_and(|until| until <= SystemTime::now())
+        {
+            return Err(refused(
+                "these credentials counted until some time that has passed: use newer ones",
+            ));
+        }
+        Ok(credential.clone())
+    }
+}
+
+fn refused(why: &str) -> Error {
+    Error::new(Reason::CredentialsRefused, why)
+}
+
+fn uri(client: &ClientName) -> Result<Option<Arc<str>>, Error> {
+    client
+        .name()
+        .map_err(|why| refused(&format!("the client certificate is refused: {why}")))
 }
 
 impl Gate {
@@ -58,11 +96,11 @@ impl Gate {
             let read = files::read(path).map(|content| content.bytes);
             let tried = Tried::default();
             tried.is_news([&read]);
-            Ok::<_, String>(Known {
+            Ok::<_, String>(Arc::new(Known {
                 path: path.clone(),
                 directory: ArcSwap::from_pointee(parse(path, &read?)?),
                 tried,
-            })
+            }))
         });
         Ok(Self {
             known: known.transpose()?,
@@ -118,6 +156,7 @@ impl Gate {
             roles,
             peer: extensions.get::<Peer>().map(|peer| peer.0),
             audit: self.audit.clone(),
+            standing: None,
         };
         let Some(known) = &self.known else {
             return Ok(anyone(Roles::ALL));
@@ -150,14 +189,14 @@ impl Gate {
     /// Who shows these credentials, if one of these roles is theirs.
     fn caller(
         &self,
-        known: &Known,
+        known: &Arc<Known>,
         path: &str,
         headers: &HeaderMap,
         extensions: &http::Extensions,
         needed: &[Role],
     ) -> Result<Caller, Error> {
         let peer = extensions.get::<Peer>().map(|peer| peer.0);
-        let refused = |error: Error| {
+        let tell = |error: Error| {
             self.audit.write_stranger(&Entry {
                 event: "refused",
                 principal: None,
@@ -170,27 +209,15 @@ impl Gate {
             });
             error
         };
-        let client = extensions.get::<ClientName>();
-        let shown = shown(&known.directory.load(), headers, client);
-        let credential = match shown.map_err(refused)? {
-            Shown::Somebody(credential) => credential,
-            Shown::Nobody => {
-                return Err(refused(Error::new(
-                    Reason::NoCredentials,
-                    "this control plane takes calls from those it knows: send `authorization: \
-                     Bearer <token>`, or show a client certificate",
-                )));
-            }
-        };
-        if credential
-            .not_after
-            .is_some_and(|until| until <= SystemTime::now())
-        {
-            return Err(refused(Error::new(
-                Reason::CredentialsRefused,
-                "these credentials counted until some time that has passed: use newer ones",
+        let proof = proof(headers, extensions.get::<ClientName>()).map_err(tell)?;
+        let Some(proof) = proof else {
+            return Err(tell(Error::new(
+                Reason::NoCredentials,
+                "this control plane takes calls from those it knows: send `authorization: Bearer \
+                 <token>`, or show a client certificate",
             )));
-        }
+        };
+        let credential = known.credential(&proof).map_err(tell)?;
         let principal = &credential.principal;
         let caller = Caller {
             principal: Arc::clone(&principal.name),
@@ -198,6 +225,7 @@ impl Gate {
             roles: principal.roles,
             peer,
             audit: self.audit.clone(),
+            standing: Some((Arc::clone(known), proof)),
         };
         if !needed.iter().any(|role| caller.roles.has(*role)) {
             let names: Vec<&str> = needed.iter().map(|role| role.name()).collect();
@@ -226,43 +254,23 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Directory, String> {
 /// A token goes before a certificate: a call through somebody's proxy is the
 /// caller's own. What is shown must be right, though, even where the other would
 /// do.
-fn shown(
-    directory: &Directory,
-    headers: &HeaderMap,
-    client: Option<&ClientName>,
-) -> Result<Shown, Error> {
-    let refused = |why: &str| Error::new(Reason::CredentialsRefused, why);
-    let name = match client {
-        Some(client) => client
-            .name()
-            .map_err(|why| refused(&format!("the client certificate is refused: {why}")))?,
-        None => None,
-    };
+fn proof(headers: &HeaderMap, client: Option<&ClientName>) -> Result<Option<Proof>, Error> {
+    let name = client.map_or(Ok(None), uri)?;
     let mut tokens = headers.get_all(header::AUTHORIZATION).iter();
-    if let Some(value) = tokens.next() {
-        if tokens.next().is_some() {
-            return Err(refused("authorization is sent twice"));
-        }
-        let token = value.to_str().ok().and_then(|text| {
-            let (scheme, token) = text.split_once(' ')?;
-            scheme.eq_ignore_ascii_case("bearer").then_some(token)
-        });
-        let token = token.ok_or_else(|| refused("authorization must be `Bearer <token>`"))?;
-        let token = Token::parse(token).map_err(|why| refused(&format!("the token: {why}")))?;
-        return directory
-            .by_token(&token.hash())
-            .cloned()
-            .map(Shown::Somebody)
-            .ok_or_else(|| refused("this token is not known here, or not any more"));
+    let Some(value) = tokens.next() else {
+        let client = client.filter(|_| name.is_some());
+        return Ok(client.cloned().map(Proof::Certificate));
+    };
+    if tokens.next().is_some() {
+        return Err(refused("authorization is sent twice"));
     }
-    match name {
-        None => Ok(Shown::Nobody),
-        Some(uri) => directory
-            .by_uri(&uri)
-            .cloned()
-            .map(Shown::Somebody)
-            .ok_or_else(|| refused("the client certificate's name is not known here")),
-    }
+    let token = value.to_str().ok().and_then(|text| {
+        let (scheme, token) = text.split_once(' ')?;
+        scheme.eq_ignore_ascii_case("bearer").then_some(token)
+    });
+    let token = token.ok_or_else(|| refused("authorization must be `Bearer <token>`"))?;
+    let token = Token::parse(token).map_err(|why| refused(&format!("the token: {why}")))?;
+    Ok(Some(Proof::Token(token.hash())))
 }
 
 #[cfg(test)]

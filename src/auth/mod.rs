@@ -152,6 +152,8 @@ pub struct Caller {
     /// Where it calls from.
     pub peer: Option<SocketAddr>,
     audit: Audit,
+    /// What it has shown, and where that is known.
+    standing: Option<(Arc<gate::Known>, gate::Proof)>,
 }
 
 impl fmt::Debug for Caller {
@@ -175,6 +177,7 @@ impl Caller {
             roles: Roles::NONE,
             peer: None,
             audit: Audit::default(),
+            standing: None,
         })
     }
 
@@ -192,6 +195,24 @@ impl Caller {
         );
         self.audit.write(&self.entry("refused", what, Some(&error)));
         Err(error)
+    }
+
+    /// Whether a call of this role that goes on and on may still go on.
+    ///
+    /// # Errors
+    /// CREDENTIALS_REFUSED once its credentials do not count any more, ROLE_MISSING
+    /// where they came to stand for less.
+    pub fn is_still(&self, role: Role) -> Result<(), Error> {
+        let Some((known, proof)) = &self.standing else {
+            return Ok(());
+        };
+        if known.credential(proof)?.principal.roles.has(role) {
+            return Ok(());
+        }
+        Err(Error::new(
+            Reason::RoleMissing,
+            format!("these credentials have the role {} no more", role.name()),
+        ))
     }
 
     /// Writes down what this caller did to `object`, and how that ended.

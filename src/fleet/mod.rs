@@ -46,6 +46,7 @@ pub use passive::{Fault, Trial};
 use snapshot::{RankLoad, RankSlot, RankState, RankView, ReplicaView, Snapshot};
 
 use crate::{
+    audit::{self, Audit},
     engine::egress::Egress,
     error::{Error, Reason},
     ids::{Incarnation, ReplicaId, Target},
@@ -126,6 +127,7 @@ pub struct Fleet {
     config: FleetConfig,
     store: Arc<dyn Store>,
     egress: Arc<Egress>,
+    audit: Audit,
     state: Mutex<State>,
     snapshot: ArcSwap<Snapshot>,
     changed: watch::Sender<u64>,
@@ -168,15 +170,22 @@ const LOOK_EVERY: u32 = 8;
 impl Fleet {
     /// An empty one.
     pub fn new(config: FleetConfig, store: Arc<dyn Store>) -> Arc<Self> {
-        Self::within(config, store, Arc::default())
+        Self::within(config, store, Arc::default(), Audit::default())
     }
 
-    /// One that asks no port but what may be called.
-    pub fn within(config: FleetConfig, store: Arc<dyn Store>, egress: Arc<Egress>) -> Arc<Self> {
+    /// One that asks no port but what may be called, and writes down whom it gives
+    /// up.
+    pub fn within(
+        config: FleetConfig,
+        store: Arc<dyn Store>,
+        egress: Arc<Egress>,
+        audit: Audit,
+    ) -> Arc<Self> {
         Arc::new(Self {
             config,
             store,
             egress,
+            audit,
             state: Mutex::default(),
             snapshot: ArcSwap::default(),
             changed: watch::channel(0).0,
@@ -375,7 +384,25 @@ impl Fleet {
             entry.die(reason, Instant::now());
             info!(%replica, %incarnation, reason, "replica is dead");
             self.publish(&mut state);
+            drop(state);
+            // Who deregisters is written down as the one who does.
+            if reason != DEREGISTERED {
+                self.evicted(replica, incarnation, reason);
+            }
         }
+    }
+
+    fn evicted(&self, replica: &ReplicaId, incarnation: Incarnation, why: &str) {
+        self.audit.write(&audit::Entry {
+            event: "evict",
+            principal: None,
+            tenant: None,
+            roles: None,
+            peer: None,
+            object: Some(replica.as_str()),
+            outcome: "OK",
+            detail: Some(&format!("start {incarnation}: {why}")),
+        });
     }
 
     /// Lets time pass: leases run out, silent ranks are ejected, terms end, dead
@@ -386,7 +413,7 @@ impl Fleet {
         let lease = &self.config.lease;
         let mut state = self.lock();
         let mut changed = false;
-        let mut silent = Vec::new();
+        let (mut silent, mut dead) = (Vec::new(), Vec::new());
         for entry in state.replicas.values_mut() {
             entry.lease.extend(stall, now);
             if entry.drains.pass(now) && entry.lease.liveness() != Liveness::Dead {
@@ -426,6 +453,7 @@ impl Fleet {
                             load.watch().give_up();
                         }
                         warn!(%replica, %incarnation, "replica is dead: its heartbeats stopped");
+                        dead.push((replica.clone(), incarnation));
                     }
                     Liveness::Suspect { .. } => {
                         warn!(%replica, %incarnation, "replica is suspect: heartbeats are missing");
@@ -449,6 +477,10 @@ impl Fleet {
         let forgotten = state.forget(now, &self.config);
         if changed || forgotten {
             self.publish(&mut state);
+        }
+        drop(state);
+        for (replica, incarnation) in dead {
+            self.evicted(&replica, incarnation, "its heartbeats stopped");
         }
         silent
     }

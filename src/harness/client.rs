@@ -9,7 +9,7 @@ use tonic::{Code, Request, Status, metadata::AsciiMetadataValue, transport::Endp
 use tonic_types::StatusExt;
 
 use crate::{
-    auth::client::{Access, Wire},
+    auth::client::{Access, Wire, unsent},
     proto::{
         FinishTrajectoryRequest, ListReplicasRequest, Replica, SampleRequest, SampleResponse,
         fleet_service_client::FleetServiceClient, sampling_service_client::SamplingServiceClient,
@@ -156,6 +156,9 @@ fn retry_after(status: &Status) -> Option<Duration> {
     let told = status
         .get_details_retry_info()
         .and_then(|info| info.retry_delay);
+    if unsent(status) {
+        return Some(RETRY_LEAST);
+    }
     match (status.code(), told) {
         (Code::Unavailable | Code::ResourceExhausted, Some(wait)) => Some(wait.max(RETRY_LEAST)),
         // The connection broke or was refused: only the control plane itself

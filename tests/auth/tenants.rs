@@ -193,14 +193,17 @@ async fn what_a_tenant_may_have_in_flight_is_its_own() {
     let world = World::with(1, engine, |_, config| {
         config.stack.admission.tenant_samples = 2;
         config.stack.admission.tenant_queue = 0;
+        // A key's generation ends soon after its last caller has gone.
+        config.stack.grace = std::time::Duration::from_millis(50);
     })
     .await;
     let two = SampleRequest {
         num_samples: Some(2),
+        idempotency_key: Some("joined".to_owned()),
         ..request(9, 4_096)
     };
     let mut client = world.sampling("trainer-a");
-    let mut running = client.sample_stream(two).await.unwrap();
+    let mut running = client.sample_stream(two.clone()).await.unwrap();
     running.get_mut().message().await.unwrap();
     eventually("both run", async || {
         world
@@ -213,6 +216,12 @@ async fn what_a_tenant_may_have_in_flight_is_its_own() {
             == 2
     })
     .await;
+    // Who joins what runs takes no place.
+    let joined = {
+        let mut client = world.sampling("trainer-a");
+        let again = client.sample_stream(two).await.unwrap();
+        again.into_inner()
+    };
     let status = world.sample("trainer-a", request(1, 2)).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::ResourceExhausted);
     assert_eq!(why::<()>(Err(status.clone())), "TENANT_BUSY");
@@ -221,10 +230,9 @@ async fn what_a_tenant_may_have_in_flight_is_its_own() {
     // Nobody else, and nothing else, waits for that.
     world.sample("trainer-b", request(1, 2)).await.unwrap();
     let mut ops = world.fleet("ops");
-    ops.get_stats(berth::proto::GetStatsRequest {})
-        .await
-        .unwrap();
-    drop(running);
+    let stats = ops.get_stats(berth::proto::GetStatsRequest {}).await;
+    assert_eq!(stats.unwrap().into_inner().counters["joins"], 1);
+    drop((running, joined));
     eventually("there is room again", async || {
         world.sample("trainer-a", request(1, 2)).await.is_ok()
     })

@@ -7,6 +7,7 @@ use berth::{
     proto::{
         DrainReplicaRequest, ExplainRouteRequest, GetSampleRequest, HeartbeatRequest,
         ListReplicasRequest, RegisterReplicaRequest, RoutingPolicy, SampleRequest,
+        WatchFleetRequest,
     },
 };
 use tonic::{Code, Status};
@@ -264,5 +265,46 @@ async fn a_client_without_a_readable_token_says_so() {
     let endpoint = tonic::transport::Endpoint::from_shared(world.playground.url()).unwrap();
     let fault = access.wire(&endpoint).map(drop).unwrap_err();
     assert!(fault.contains("not-there"), "{fault}");
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn a_watch_ends_with_its_credentials() {
+    let world = World::start(1, |_| {}).await;
+    let ops = std::fs::read_to_string(world.path("ops")).unwrap();
+    let hash = Token::parse(&ops).unwrap().hash().to_string();
+    let mut watch = world
+        .fleet("ops")
+        .watch_fleet(WatchFleetRequest::default())
+        .await
+        .unwrap()
+        .into_inner();
+    assert!(watch.message().await.unwrap().is_some());
+    world.credentials("", Some(&hash));
+    // At the latest with its next sign of life.
+    let ended = async {
+        loop {
+            match watch.message().await {
+                Ok(Some(_)) => {}
+                Ok(None) => panic!("it ended without a word"),
+                Err(status) => return status,
+            }
+        }
+    };
+    let status = tokio::time::timeout(Duration::from_secs(60), ended).await;
+    assert_eq!(reason(&status.unwrap()), "CREDENTIALS_REFUSED");
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn who_is_given_up_is_written_down() {
+    let world = World::start(1, |_| {}).await;
+    world.playground.replica("r0").unwrap().engine.kill().await;
+    // Asked for something, the fleet finds out at once.
+    eventually("it is found dead", async || {
+        let _ = world.sample("trainer-a", request(1, 2)).await;
+        world.audited(&[("event", "evict"), ("object", "r0")])
+    })
+    .await;
     world.stop().await;
 }

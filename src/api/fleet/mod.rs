@@ -9,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use futures_util::StreamExt as _;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
@@ -19,7 +20,7 @@ use self::{
 };
 use super::{sampling::trajectory, write};
 use crate::{
-    auth::Caller,
+    auth::{Caller, Role},
     error::{Error, Reason, Violation},
     fleet::drain::{DrainOrder, MAX_GRACE, not_found},
     ids::{ReplicaId, Tenant},
@@ -141,11 +142,17 @@ impl FleetService for FleetView {
         &self,
         request: Request<proto::WatchFleetRequest>,
     ) -> Result<Response<WatchStream>, Status> {
+        let caller = Caller::of(&request);
         let load = time("load_interval", request.into_inner().load_interval)?;
         let place = self.watchers.admit()?;
         let fleet = Arc::clone(&self.parts.fleet);
         let stream = watch::stream(fleet, load, place, self.drain.clone());
-        Ok(Response::new(stream))
+        // It has no end of its own: it ends with the credentials.
+        let known = stream.map(move |message| {
+            caller.is_still(Role::Admin)?;
+            message
+        });
+        Ok(Response::new(Box::pin(known)))
     }
 
     async fn get_pin(
