@@ -348,6 +348,16 @@ impl Trace {
     fn too_early(&self) -> (usize, usize) {
         let synced_at = self.synced_at();
         let (mut early, mut covered) = (0, 0);
+        // Where there is a redo log it is what counts: sled comes later, and writes
+        // pages again that hold what was durable long before.
+        let logged = |event: &Event| {
+            event.path == Path::new("redo") && matches!(event.act, Act::Write { .. })
+        };
+        let log = if self.events.iter().any(logged) {
+            "redo"
+        } else {
+            "sled/db"
+        };
         for (moment, line) in &self.told {
             let mut words = line.split_whitespace().skip(1);
             let Some(n) = words.next().and_then(|n| n.parse().ok()) else {
@@ -367,14 +377,11 @@ impl Trace {
                     && event.start < *moment
                     && matches!(&event.act, Act::Write { data, .. } if finder(data))
             };
-            // Where there is a redo log it is what counts; sled comes later.
-            let last = ["redo", "sled/db"].iter().find_map(|file| {
-                let events = self.events.iter().zip(&synced_at).rev();
-                events
-                    .filter(|(event, _)| about(event, file))
-                    .map(|(_, at)| *at)
-                    .next()
-            });
+            let events = self.events.iter().zip(&synced_at).rev();
+            let last = events
+                .filter(|(event, _)| about(event, log))
+                .map(|(_, at)| *at)
+                .next();
             match last {
                 Some(synced) if synced < *moment => covered += 1,
                 Some(_) => early += 1,
