@@ -101,9 +101,23 @@ pub struct PolicyReport {
     pub retractions: u64,
     /// Cached tokens that ranks evicted.
     pub evicted_tokens: u64,
+    /// The turns of all sessions by their number: the first ones, the second ones,
+    /// and so on.
+    pub turns: Vec<TurnReport>,
     /// What the events did.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub events: Vec<EventReport>,
+}
+
+/// The turns of one number, of all sessions that have one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TurnReport {
+    /// How many.
+    pub requests: u64,
+    /// Their prompts' tokens.
+    pub prompt_tokens: u64,
+    /// Those of them that a cache held.
+    pub cached_tokens: u64,
 }
 
 /// Of all turns.
@@ -202,6 +216,7 @@ impl PolicyReport {
             reprefilled_tokens: outcome.turns.iter().map(again).sum(),
             retractions: ranks.iter().map(|w| w.retractions).sum(),
             evicted_tokens: ranks.iter().map(|w| w.evicted).sum(),
+            turns: by_number(&outcome.turns),
             events: outcome
                 .effects
                 .iter()
@@ -275,6 +290,19 @@ impl Report {
         std::fs::write(directory.join("simulate.json"), self.json()?)?;
         std::fs::write(directory.join("simulate.svg"), self.chart())
     }
+}
+
+fn by_number(turns: &[TurnDone]) -> Vec<TurnReport> {
+    let most = turns.iter().map(|turn| turn.turn + 1).max();
+    let mut by_number = vec![TurnReport::default(); most.unwrap_or_default()];
+    for turn in turns {
+        if let Some(of_number) = by_number.get_mut(turn.turn) {
+            of_number.requests += 1;
+            of_number.prompt_tokens += u64::from(turn.prompt);
+            of_number.cached_tokens += u64::from(turn.cached);
+        }
+    }
+    by_number
 }
 
 fn arrival(arrival: Arrival) -> String {

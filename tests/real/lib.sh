@@ -195,6 +195,8 @@ real_main() {
     if [[ -e $OUT/report.json ]]; then
       python3 "$here/check_report.py" "$OUT/report.json" $((2 * ${#engines[@]})) ||
         failed=1
+      # Less KV than any of these engines has, and more than the workload needs.
+      python3 "$here/check_simulation.py" "$BERTH" "$OUT/report.json" 30000 || failed=1
     fi
   fi
   if wanted exercises; then
