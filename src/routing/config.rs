@@ -57,6 +57,11 @@ impl KvAdmission {
     pub(super) fn entry(&self) -> f64 {
         ENTRY * self.share
     }
+
+    /// Who has waited so long has waited as long as anybody does.
+    pub(super) fn is_over(&self, waited: Option<Duration>) -> bool {
+        waited.is_some_and(|waited| waited >= self.wait)
+    }
 }
 
 impl Default for KvAdmission {

@@ -155,11 +155,13 @@ impl Pin {
         }
     }
 
-    /// No longer counts as load.
-    pub(super) fn idle(&mut self) {
-        if let Some(load) = self.live.take() {
+    /// No longer counts as load. Returns whether it did.
+    pub(super) fn idle(&mut self) -> bool {
+        let load = self.live.take();
+        if let Some(load) = &load {
             load.unpin(self.at.counted);
         }
+        load.is_some()
     }
 
     /// Its history's KV is so long now. Returns whether it counts for less than
@@ -332,7 +334,7 @@ impl PinTable {
             let mut old = Vec::new();
             for (key, pin) in shard.pins.iter_mut() {
                 let idle = now.saturating_duration_since(pin.last_used);
-                if pin.live.is_some() && idle >= ttl {
+                if idle >= ttl {
                     pin.idle();
                 }
                 if idle >= hint_ttl {

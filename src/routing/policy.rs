@@ -173,14 +173,12 @@ impl Router {
 
     /// It waits for room: until it has some its KV is for others.
     fn park(&self, key: PinKey) {
-        if let Some(pin) = self.pins.shard(key).get_mut(key)
-            && pin.is_live()
-        {
-            pin.idle();
-        } else {
-            return;
+        let mut shard = self.pins.shard(key);
+        let leaves = shard.get_mut(key).is_some_and(Pin::idle);
+        drop(shard);
+        if leaves {
+            self.lines.room();
         }
-        self.lines.room();
     }
 
     /// What the request comes to. `field` is left as the decision saw it, where it
@@ -298,7 +296,7 @@ impl Router {
             grouped: false,
         };
         if let Some(admission) = self.config.kv_admission
-            && !self.has_waited(request, &admission)
+            && !admission.is_over(request.hints.waited)
             && (self.gets_in_line(request, Some(seen)) || !keeps(rank, request, seen, &admission))
         {
             return Home::Full(plan, admission);
@@ -314,12 +312,6 @@ impl Router {
             }
             _ => Home::Here(plan),
         }
-    }
-
-    /// It has waited for room as long as anybody does.
-    pub(super) fn has_waited(&self, request: &RouteRequest<'_>, admission: &KvAdmission) -> bool {
-        let waited = request.hints.waited;
-        waited.is_some_and(|waited| waited >= admission.wait)
     }
 
     /// Others wait for room, and it neither does yet nor counts as one that has some.

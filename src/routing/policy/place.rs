@@ -47,7 +47,7 @@ impl Router {
         let Some(admission) = self.config.kv_admission else {
             return Ok(());
         };
-        if self.has_waited(request, &admission) {
+        if admission.is_over(request.hints.waited) {
             return Ok(());
         }
         let others = self.gets_in_line(request, None);
