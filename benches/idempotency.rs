@@ -14,6 +14,8 @@
     reason = "a benchmark that cannot run should say so loudly"
 )]
 
+mod support;
+
 use std::{
     fs::File,
     io::Write,
@@ -28,9 +30,7 @@ use axum::{Json, Router, extract::State, response::IntoResponse, routing::post};
 use berth::{
     harness::playground,
     proto::{
-        Capabilities, EngineKind, Logprobs, OutputEncoding, Rank, RegisterReplicaRequest,
-        SampleRequest, Sampling, register_replica_request::Address,
-        replica_service_client::ReplicaServiceClient, sample_request::Prompt,
+        Capabilities, Logprobs, OutputEncoding, SampleRequest, Sampling, sample_request::Prompt,
         sampling_service_client::SamplingServiceClient,
     },
     server::Server,
@@ -87,53 +87,26 @@ async fn engine() -> String {
         ids: serde_json::to_string(&ids).unwrap(),
         logprobs: format!("[{}]", logprobs.join(",")),
     });
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    let app = Router::new()
+    let routes = Router::new()
         .route("/generate", post(generate))
         .with_state(answer);
-    tokio::spawn(async move { axum::serve(listener, app).await });
-    url
+    support::engine(routes).await
 }
 
 async fn server(dir: &std::path::Path) -> (Server, Vec<SamplingServiceClient<Channel>>) {
-    let mut config = playground::config(Some(dir.join("store")));
-    config.fleet.lease.interval = Duration::from_secs(60);
-    let server = Server::start(config).await.unwrap();
-    let url = format!("http://{}", server.grpc_address());
-    for i in 0..4 {
-        ReplicaServiceClient::connect(url.clone())
-            .await
-            .unwrap()
-            .register_replica(RegisterReplicaRequest {
-                replica_id: format!("r{i}"),
-                boot_id: "b".to_owned(),
-                address: Some(Address::Endpoint(engine().await)),
-                engine: EngineKind::Sglang.into(),
-                model: "m".to_owned(),
-                vocab_size: 1000,
-                context_length: 16_384,
-                page_size: 1,
-                capabilities: Some(Capabilities {
-                    output_logprobs: true,
-                    incremental_streaming: true,
-                    ..Capabilities::default()
-                }),
-                ranks: vec![Rank {
-                    kv_capacity_tokens: 375_000,
-                    ..Rank::default()
-                }],
-                ..RegisterReplicaRequest::default()
-            })
-            .await
-            .unwrap();
-    }
-    let mut clients = Vec::new();
-    for _ in 0..CHANNELS {
-        let client = SamplingServiceClient::connect(url.clone()).await.unwrap();
-        clients.push(client);
-    }
-    (server, clients)
+    let config = playground::config(Some(dir.join("store")));
+    let capabilities = Capabilities {
+        output_logprobs: true,
+        incremental_streaming: true,
+        ..Capabilities::default()
+    };
+    let engines = [
+        engine().await,
+        engine().await,
+        engine().await,
+        engine().await,
+    ];
+    support::serve(config, capabilities, engines, CHANNELS).await
 }
 
 fn request(key: Option<u64>) -> SampleRequest {

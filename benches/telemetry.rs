@@ -22,6 +22,8 @@
     reason = "a benchmark that cannot run should say so loudly"
 )]
 
+mod support;
+
 use std::{fs::File, sync::Arc, time::Duration};
 
 use axum::{Json, Router, response::IntoResponse, routing::post};
@@ -29,9 +31,8 @@ use berth::{
     config::LogFormat,
     harness::playground,
     proto::{
-        Capabilities, EngineKind, OutputEncoding, Rank, RegisterReplicaRequest, SampleRequest,
-        Sampling, register_replica_request::Address, replica_service_client::ReplicaServiceClient,
-        sample_request::Prompt, sampling_service_client::SamplingServiceClient,
+        Capabilities, OutputEncoding, SampleRequest, Sampling, sample_request::Prompt,
+        sampling_service_client::SamplingServiceClient,
     },
     server::Server,
     telemetry::logs,
@@ -65,51 +66,23 @@ async fn generate(Json(request): Json<serde_json::Value>) -> impl IntoResponse {
 }
 
 async fn engine() -> String {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    let app = Router::new().route("/generate", post(generate));
-    tokio::spawn(async move { axum::serve(listener, app).await });
-    url
+    support::engine(Router::new().route("/generate", post(generate))).await
 }
 
 async fn server(measured: bool) -> (Server, Vec<SamplingServiceClient<Channel>>) {
     let mut config = playground::config(None);
-    config.fleet.lease.interval = Duration::from_secs(60);
     config.measured = measured;
-    let server = Server::start(config).await.unwrap();
-    let url = format!("http://{}", server.grpc_address());
-    for i in 0..4 {
-        ReplicaServiceClient::connect(url.clone())
-            .await
-            .unwrap()
-            .register_replica(RegisterReplicaRequest {
-                replica_id: format!("r{i}"),
-                boot_id: "b".to_owned(),
-                address: Some(Address::Endpoint(engine().await)),
-                engine: EngineKind::Sglang.into(),
-                model: "m".to_owned(),
-                vocab_size: 1000,
-                context_length: 16_384,
-                page_size: 1,
-                capabilities: Some(Capabilities {
-                    incremental_streaming: true,
-                    ..Capabilities::default()
-                }),
-                ranks: vec![Rank {
-                    kv_capacity_tokens: 375_000,
-                    ..Rank::default()
-                }],
-                ..RegisterReplicaRequest::default()
-            })
-            .await
-            .unwrap();
-    }
-    let mut clients = Vec::new();
-    for _ in 0..CHANNELS {
-        let client = SamplingServiceClient::connect(url.clone()).await.unwrap();
-        clients.push(client);
-    }
-    (server, clients)
+    let capabilities = Capabilities {
+        incremental_streaming: true,
+        ..Capabilities::default()
+    };
+    let engines = [
+        engine().await,
+        engine().await,
+        engine().await,
+        engine().await,
+    ];
+    support::serve(config, capabilities, engines, CHANNELS).await
 }
 
 /// What a round came to.
