@@ -365,13 +365,7 @@ impl Trace {
             };
             // sled keeps keys without what neighbours have in common.
             let needle = &key(n).0[8..];
-            let names = |data: &[u8]| data.windows(needle.len()).any(|w| w == needle);
-            // What the store removes of its own accord, when a key's time is over,
-            // is no answer's ground.
-            let finder = |data: &[u8]| match inserted(data) {
-                Some(keys) => keys.iter().any(|key| names(key)),
-                None => names(data),
-            };
+            let finder = |data: &[u8]| data.windows(needle.len()).any(|w| w == needle);
             let about = |event: &Event, file: &str| {
                 event.path == Path::new(file)
                     && event.start < *moment
@@ -391,27 +385,6 @@ impl Trace {
         }
         (early, covered)
     }
-}
-
-/// The keys that a frame of the redo log gives values; `None`: it is none.
-fn inserted(frame: &[u8]) -> Option<Vec<&[u8]>> {
-    const HEADER: usize = 40;
-    let number = |at: usize| {
-        let bytes = frame.get(at..at + 4)?;
-        Some(u32::from_le_bytes(bytes.try_into().unwrap()) as usize)
-    };
-    frame.strip_prefix(b"berthRD1")?;
-    let end = HEADER + number(HEADER - 8)?;
-    let (mut at, mut keys) = (HEADER, Vec::new());
-    while at < end {
-        let (key_len, value_len) = (number(at)?, number(at + 4)?);
-        let key = frame.get(at + 8..at + 8 + key_len)?;
-        if value_len > 0 {
-            keys.push(key);
-        }
-        at += 8 + key_len + value_len.saturating_sub(1);
-    }
-    Some(keys)
 }
 
 fn read_all(dir: &Path, under: &Path, files: &mut BTreeMap<PathBuf, Vec<u8>>) {
