@@ -15,3 +15,6 @@ mod tenants;
 mod tls;
 mod tokens;
 mod world;
+
+#[path = "../support/wait.rs"]
+mod wait;

@@ -12,10 +12,7 @@ use crate::world::{World, eventually, finish, keyed, named, request, why};
 #[tokio::test]
 async fn an_idempotency_key_is_a_tenants_own() {
     let world = World::start(1, |_| {}).await;
-    let received = || {
-        let replica = world.playground.replica("r0").unwrap();
-        replica.engine.counters().received
-    };
+    let received = || world.engine().counters().received;
     let first = world.sample("trainer-a", named("k")).await.unwrap();
     assert!(!first.replayed);
     // To the other tenant the key is unknown, in every way of asking.
@@ -162,17 +159,7 @@ async fn a_tenant_at_work_is_not_purged() {
     let mut client = world.sampling("trainer-a");
     let mut running = client.sample_stream(request(9, 4_096)).await.unwrap();
     running.get_mut().message().await.unwrap();
-    eventually("it runs", async || {
-        world
-            .playground
-            .replica("r0")
-            .unwrap()
-            .engine
-            .counters()
-            .started
-            == 2
-    })
-    .await;
+    eventually("it runs", async || world.engine().counters().started == 2).await;
     let mut ops = world.fleet("ops");
     assert_eq!(why(ops.purge_tenant(purge("a")).await), "TENANT_ACTIVE");
     drop(running);
@@ -205,17 +192,7 @@ async fn what_a_tenant_may_have_in_flight_is_its_own() {
     let mut client = world.sampling("trainer-a");
     let mut running = client.sample_stream(two.clone()).await.unwrap();
     running.get_mut().message().await.unwrap();
-    eventually("both run", async || {
-        world
-            .playground
-            .replica("r0")
-            .unwrap()
-            .engine
-            .counters()
-            .started
-            == 2
-    })
-    .await;
+    eventually("both run", async || world.engine().counters().started == 2).await;
     // Who joins what runs takes no place.
     let joined = {
         let mut client = world.sampling("trainer-a");

@@ -299,7 +299,7 @@ async fn a_watch_ends_with_its_credentials() {
 #[tokio::test]
 async fn who_is_given_up_is_written_down() {
     let world = World::start(1, |_| {}).await;
-    world.playground.replica("r0").unwrap().engine.kill().await;
+    world.engine().kill().await;
     // Asked for something, the fleet finds out at once.
     eventually("it is found dead", async || {
         let _ = world.sample("trainer-a", request(1, 2)).await;

@@ -6,7 +6,6 @@ use std::{
         Arc,
         atomic::{AtomicU32, Ordering},
     },
-    time::Duration,
 };
 
 use berth::{
@@ -16,7 +15,7 @@ use berth::{
         token::Token,
     },
     config::Config,
-    engine::sim::SimConfig,
+    engine::sim::{SimConfig, SimHandle},
     harness::playground::{self, Playground},
     proto::{
         self, SampleRequest, SampleResponse, Sampling, TokenIds,
@@ -29,6 +28,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Endpoint};
 use tonic_types::StatusExt;
+
+pub use crate::wait::eventually;
 
 /// Callers that every world knows: principal and the rest of its line.
 const CALLERS: [(&str, &str); 5] = [
@@ -45,6 +46,11 @@ pub struct World {
 }
 
 impl World {
+    /// The first replica's.
+    pub fn engine(&self) -> &SimHandle {
+        &self.playground.replica("r0").unwrap().engine
+    }
+
     /// With this many replicas, whose sidecars call with their token.
     pub async fn start(replicas: u32, change: impl FnOnce(&mut Config)) -> Self {
         Self::with(replicas, SimConfig::instant(), |_, config| change(config)).await
@@ -223,17 +229,6 @@ pub fn reason(status: &Status) -> String {
 
 pub fn why<T: std::fmt::Debug>(result: Result<T, Status>) -> String {
     reason(&result.expect_err("refused"))
-}
-
-/// Waits until `condition` holds.
-pub async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    for _ in 0..1500 {
-        if condition().await {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    panic!("never: {what}");
 }
 
 pub fn finish(key: &str) -> proto::FinishTrajectoryRequest {

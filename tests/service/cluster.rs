@@ -15,29 +15,14 @@ use berth::{
 use tonic::{Code, Status, transport::Channel};
 use tonic_types::StatusExt;
 
+pub use crate::engines::{instant, stepping};
+
 pub const VOCAB: u32 = 151_936;
 
 pub struct Cluster {
     pub playground: Playground,
     pub channel: Channel,
     _dir: tempfile::TempDir,
-}
-
-/// Engines whose steps take no time.
-pub fn instant() -> SimConfig {
-    SimConfig {
-        incremental_streaming_output: true,
-        ..SimConfig::instant()
-    }
-}
-
-/// Engines that take `step` for each token.
-pub fn stepping(step: Duration) -> SimConfig {
-    SimConfig {
-        step: Some(step),
-        time_scale: 1.0,
-        ..instant()
-    }
 }
 
 /// A control plane that notices deaths soon.

@@ -25,3 +25,6 @@ mod routing;
 mod streams;
 mod vllm;
 mod weights;
+
+#[path = "../support/engines.rs"]
+mod engines;

@@ -22,3 +22,8 @@ mod traces;
 
 #[path = "../support/process.rs"]
 mod process;
+
+#[path = "../support/engines.rs"]
+mod engines;
+#[path = "../support/wait.rs"]
+mod wait;

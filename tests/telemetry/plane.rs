@@ -28,6 +28,11 @@ use crate::{
     process::{Process, berth},
 };
 
+pub use crate::{
+    engines::{instant, stepping},
+    wait::eventually,
+};
+
 pub struct Plane {
     process: Process,
     told: Cell<bool>,
@@ -186,32 +191,4 @@ fn address(log: &str, what: &str) -> Option<String> {
     let end = rest.find([' ', '"', ',', '}']).unwrap_or(rest.len());
     let address: std::net::SocketAddr = rest[..end].parse().ok()?;
     Some(format!("http://{address}"))
-}
-
-/// Waits until `condition` holds.
-pub async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    for _ in 0..1500 {
-        if condition().await {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    panic!("never: {what}");
-}
-
-/// Engines whose steps take no time.
-pub fn instant() -> SimConfig {
-    SimConfig {
-        incremental_streaming_output: true,
-        ..SimConfig::instant()
-    }
-}
-
-/// Engines that take `step` for each token.
-pub fn stepping(step: Duration) -> SimConfig {
-    SimConfig {
-        step: Some(step),
-        time_scale: 1.0,
-        ..instant()
-    }
 }
