@@ -44,6 +44,7 @@ use super::{
     decide::refuse,
     fault::{Fault, guarded},
     high_water::HighWater,
+    known::Known,
     mover::Mover,
     open::{Opened, Paths},
     options::{SledOptions, Step},
@@ -136,6 +137,8 @@ pub(super) struct Live {
     pub(super) used: HashMap<Tenant, u64>,
     /// Where each replica's record lies.
     pub(super) replicas: BTreeMap<u64, KeyHash>,
+    /// Keys that may be on the disk.
+    pub(super) known: Known,
     pub(super) high_water: HighWater,
     /// Flushed but not synced: `Durability::Relaxed`.
     pub(super) unsynced: bool,
@@ -182,6 +185,8 @@ pub(super) struct Committer {
     pub(super) expiring: bool,
     /// Opening again has found a loss: a person must decide.
     pub(super) given_up: bool,
+    /// Free bytes of the disk, asked for once in a batch.
+    pub(super) free: Option<u64>,
     /// As long as this is open, nobody else opens the store.
     _lock: File,
 }
@@ -205,6 +210,7 @@ impl Committer {
             last_tick: Instant::now(),
             expiring: false,
             given_up: false,
+            free: None,
             _lock: lock,
         };
         committer.go_live(opened);
@@ -242,6 +248,7 @@ impl Committer {
             sequence: scan.sequence,
             used: scan.used,
             replicas: scan.replicas,
+            known: scan.known,
             high_water,
             unsynced: false,
         });
@@ -316,6 +323,7 @@ impl Committer {
             self.step(Step::Taken);
         }
         let mut gathered = Gathered::default();
+        self.free = None;
         if let Err(fault) = self.end_move(false) {
             self.fall(fault, Gathered::default());
         }

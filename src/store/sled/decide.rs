@@ -30,6 +30,10 @@ impl Committer {
         if self.active.contains_key(&key) {
             return Ok(true);
         }
+        let known = self.live.as_ref().is_none_or(|live| live.known.has(key));
+        if !known {
+            return Ok(true);
+        }
         let Ok(fold) = self.load(key)? else {
             return Ok(false);
         };
@@ -170,7 +174,7 @@ impl Committer {
     }
 
     /// Whether a new key of this tenant is taken.
-    fn room_for(&self, tenant: &Tenant) -> Result<(), StoreError> {
+    fn room_for(&mut self, tenant: &Tenant) -> Result<(), StoreError> {
         if self.active.len() >= self.options.max_running {
             return Err(StoreError::Full(format!(
                 "{} keys are in work",
@@ -190,14 +194,19 @@ impl Committer {
                 self.options.tenant_quota,
             ));
         }
+        let free = match self.free {
+            Some(free) => free,
+            None => free_space(&self.paths.dir)
+                .map_err(|e| StoreError::Failed(format!("the disk failed: {e}")))?,
+        };
+        self.free = Some(free);
         let floor = self.options.free_space_floor;
-        match free_space(&self.paths.dir) {
-            Ok(free) if free < floor => Err(StoreError::Full(format!(
+        if free < floor {
+            return Err(StoreError::Full(format!(
                 "{free} bytes of disk space are free, new keys need {floor}"
-            ))),
-            Ok(_) => Ok(()),
-            Err(e) => Err(StoreError::Failed(format!("the disk failed: {e}"))),
+            )));
         }
+        Ok(())
     }
 
     /// Decides one command and gathers what it writes.
@@ -226,6 +235,11 @@ impl Committer {
         };
         let opened = (!active.on_disk).then(|| active.record.opened());
         active.on_disk = true;
+        if opened.is_some()
+            && let Some(live) = &mut self.live
+        {
+            live.known.insert(key);
+        }
         let tenant = active.record.tenant.clone();
         if let Event::Dispatched { attempt, .. } = &event
             && let Some(pin) = attempt.binds

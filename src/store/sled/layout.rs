@@ -69,6 +69,12 @@ impl RecordKey {
     }
 }
 
+/// Whose record this is, also where the rest of it cannot be read.
+pub(super) fn hash_of(record: &[u8]) -> Option<KeyHash> {
+    let (hash, _) = record.strip_prefix(RECORD)?.split_first_chunk::<32>()?;
+    Some(KeyHash(*hash))
+}
+
 /// Before every record of one key.
 pub(super) fn key_prefix(hash: KeyHash) -> Vec<u8> {
     let mut prefix = Vec::with_capacity(1 + 32 + 1 + 8);

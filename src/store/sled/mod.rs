@@ -14,6 +14,7 @@ mod disk;
 mod fault;
 mod frame;
 mod high_water;
+mod known;
 mod layout;
 mod mover;
 mod notes;

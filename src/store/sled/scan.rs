@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 use super::{
     super::KeyHash,
     frame::{self, Damaged, Kind},
+    known::{Known, head},
     layout::{self, Class, DueKey, RecordKey},
     record::{self, BodyRef, Fold, Identity, StoredReplica},
     sequence::Sequence,
@@ -38,6 +39,8 @@ pub(super) struct Scan {
     pub(super) leftovers: Vec<Vec<u8>>,
     /// Keys that would never be looked at for expiry.
     pub(super) without_due: Vec<KeyHash>,
+    /// Keys that have any record, readable or not.
+    pub(super) known: Known,
     records: u64,
 }
 
@@ -59,9 +62,16 @@ pub(super) fn scan(tree: &::sled::Tree) -> Result<Scan, ::sled::Error> {
     let mut present = Present::default();
     let mut due = Vec::new();
     let mut group: Option<Group> = None;
+    let mut last = None;
     for item in tree.iter() {
         let (key, value) = item?;
         if key.starts_with(layout::RECORD) {
+            if let Some(hash) = layout::hash_of(&key)
+                && last != Some(hash)
+            {
+                last = Some(hash);
+                scan.known.insert(hash);
+            }
             let Some(place) = RecordKey::decode(&key) else {
                 scan.damaged += 1;
                 continue;
@@ -91,7 +101,7 @@ pub(super) fn scan(tree: &::sled::Tree) -> Result<Scan, ::sled::Error> {
             }
         } else if key.starts_with(layout::DUE) {
             match (DueKey::decode(&key), frame::decode(Kind::Due, &key, &value)) {
-                (Some(place), Ok(_)) => due.push(short(place.hash)),
+                (Some(place), Ok(_)) => due.push(head(place.hash)),
                 _ => scan.leftovers.push(key.to_vec()),
             }
         } else if key.starts_with(layout::GAP) {
@@ -120,12 +130,6 @@ pub(super) fn scan(tree: &::sled::Tree) -> Result<Scan, ::sled::Error> {
     scan.sequence.raise(present.next());
     scan.holes = present.holes(&scan.sequence);
     Ok(scan)
-}
-
-fn short(hash: KeyHash) -> u64 {
-    hash.0
-        .first_chunk::<8>()
-        .map_or(0, |head| u64::from_be_bytes(*head))
 }
 
 /// One bit for each number from a base on.
@@ -277,7 +281,7 @@ impl Group {
         if let Some(record) = self.fold.record {
             *scan.used.entry(record.tenant).or_default() += self.bytes;
         }
-        if due.binary_search(&short(self.hash)).is_err() {
+        if due.binary_search(&head(self.hash)).is_err() {
             scan.without_due.push(self.hash);
         }
     }

@@ -155,6 +155,9 @@ impl Committer {
 
     pub(super) fn remove(&mut self, hash: KeyHash, aged: Aged, gathered: &mut Gathered) {
         gathered.removed.insert(hash);
+        if let Some(live) = &mut self.live {
+            live.known.remove(hash);
+        }
         for key in aged.records {
             if let Some(place) = RecordKey::decode(&key) {
                 gathered.retired.push(place.seq);
