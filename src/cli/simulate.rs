@@ -42,8 +42,8 @@ pub struct Args {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     scale: u32,
     /// Policies, separated by commas: affinity, bounded_hash (or
-    /// bounded_hash:FACTOR), hash, round_robin, random, least_loaded [default:
-    /// all].
+    /// bounded_hash:FACTOR), hash, kv_admission (or kv_admission:SHARE), moves (or
+    /// moves:PER_MINUTE), prefix, round_robin, random, least_loaded [default: all].
     #[arg(long, value_delimiter = ',')]
     policies: Vec<Policy>,
     /// Replicas.

@@ -127,7 +127,9 @@ fn candidate(
 fn taken(reason: RouteReason) -> &'static str {
     match reason {
         RouteReason::Pinned => "the key lives here",
-        RouteReason::NewKey => "least loaded for a new key, first in the key's order",
+        RouteReason::NewKey => {
+            "least loaded for a new key, then most KV free, then first in the key's order"
+        }
         RouteReason::NoKey => "least in flight, first in the order of the request's id",
         RouteReason::ReplicaLost => {
             "the key's rank is gone; least loaded, first in the key's order"
@@ -166,6 +168,7 @@ fn passed_over(
             );
         }
         Out::Busier => "more load than on others",
+        Out::Fuller => "as busy as others, and more of its KV cache is taken",
         Out::NoGroupPrompt => "others hold the group's prompt",
         Out::Group => "others fit the group's rule better",
         Out::NoGain => "moving here would not pay, or the budget of moves is spent",

@@ -23,6 +23,8 @@ pub(super) enum Out {
     KvFull,
     /// Others have less load.
     Busier,
+    /// Others are as busy, and more of their KV cache is free.
+    Fuller,
     /// The group's prompt is in the cache of others.
     NoGroupPrompt,
     /// Others have fewer of the group, or all of it.

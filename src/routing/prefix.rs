@@ -17,7 +17,7 @@ use crate::{fleet::snapshot::RankSlot, ids::Tenant};
 pub const BLOCK: u32 = 256;
 
 /// Blocks of one prompt that are looked at: 1,048,576 tokens.
-const MOST_BLOCKS: usize = 4096;
+pub(crate) const MOST_BLOCKS: usize = 4096;
 
 const SHARDS: u64 = 16;
 

@@ -110,7 +110,7 @@ impl Engine {
     /// How often the engine's side broke a connection.
     pub(super) fn breaks(&self) -> Breaks {
         match self {
-            Self::Sglang(engine) => engine.link.breaks(),
+            Self::Sglang(engine) => engine.breaks(),
             Self::Vllm(engine) => engine.breaks(),
         }
     }
@@ -153,6 +153,8 @@ impl Engine {
 pub struct Sglang {
     url: String,
     link: Link,
+    /// For what is asked while another question waits for its answer.
+    aside: Link,
     http: HttpClient,
     frozen: FrozenWatch,
     probe_timeout: Duration,
@@ -166,6 +168,7 @@ impl Sglang {
         Ok(Self {
             url: url.trim_end_matches('/').to_owned(),
             link: Link::new(url)?,
+            aside: Link::new(url)?,
             http: HttpClient::new(HttpConfig {
                 max_idle_per_host: 0,
                 ..HttpConfig::default()
@@ -175,6 +178,16 @@ impl Sglang {
             facts_timeout: timing.facts_timeout,
             not_ready: None,
         })
+    }
+
+    /// That nobody listens, either connection may be the first to see. The other
+    /// one lies idle, and idle connections are closed by engines that live.
+    fn breaks(&self) -> Breaks {
+        let (link, aside) = (self.link.breaks(), self.aside.breaks());
+        Breaks {
+            lost: link.lost,
+            refused: link.refused + aside.refused,
+        }
     }
 
     /// Whether it takes work, as `/ready` says.
@@ -192,10 +205,17 @@ impl Sglang {
     /// Its facts as they are now.
     async fn facts(&mut self) -> Result<Facts, EngineTrouble> {
         let limit = self.facts_timeout;
-        let server_info = self.body("/server_info", limit).await?;
-        let model_info = self.body("/model_info", limit).await?;
-        let models = self.body("/v1/models", limit).await?;
-        let loads = self.body(LOADS, limit).await?;
+        // The first asks every scheduler, between two of its steps: what the front
+        // answers by itself is asked meanwhile.
+        let (link, aside) = (&mut self.link, &mut self.aside);
+        let (server_info, (model_info, models, loads)) =
+            tokio::try_join!(body(link, "/server_info", limit), async {
+                Ok((
+                    body(aside, "/model_info", limit).await?,
+                    body(aside, "/v1/models", limit).await?,
+                    body(aside, LOADS, limit).await?,
+                ))
+            })?;
         self.frozen.reset();
         let bodies = Bodies {
             server_info: &server_info,

@@ -7,9 +7,14 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use crate::engine::sim::{
-    text::{Label, Sequence},
-    tokens::Eos,
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::{
+    engine::sim::{
+        text::{Label, Sequence},
+        tokens::Eos,
+    },
+    routing::prefix::{BLOCK, MOST_BLOCKS},
 };
 
 /// Tokens of one origin, up to a position. Positions count from the beginning
@@ -72,6 +77,32 @@ impl Outline {
         if let Some(last) = self.runs.last_mut() {
             last.end = last.end.min(tokens);
         }
+    }
+
+    /// The names of its whole blocks, first to last, as
+    /// [`prefix::blocks`](crate::routing::prefix::blocks) names those of token ids:
+    /// two are the same where all tokens up to the block's end are.
+    pub fn blocks(&self) -> Vec<u64> {
+        let mut hasher = Xxh3::new();
+        let mut names = Vec::new();
+        let mut end = BLOCK as usize;
+        for run in &self.runs {
+            while end <= run.end {
+                hasher.update(&run.origin.to_le_bytes());
+                hasher.update(&(end as u64).to_le_bytes());
+                names.push(hasher.digest());
+                if names.len() == MOST_BLOCKS {
+                    return names;
+                }
+                end += BLOCK as usize;
+            }
+            // What is left of the run begins a block that others end.
+            if run.end + BLOCK as usize > end {
+                hasher.update(&run.origin.to_le_bytes());
+                hasher.update(&(run.end as u64).to_le_bytes());
+            }
+        }
+        names
     }
 
     /// As a prompt, with the origin of the output.

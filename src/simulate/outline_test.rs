@@ -15,7 +15,7 @@ fn ids(outline: &Outline) -> Vec<u32> {
     for run in &outline.runs {
         while out.len() < run.end {
             let position = u32::try_from(out.len()).unwrap();
-            out.push(u32::try_from(run.origin).unwrap() * 1000 + position);
+            out.push(u32::try_from(run.origin).unwrap() * 10_000 + position);
         }
     }
     out
@@ -73,6 +73,23 @@ proptest! {
                 }
             }
             prop_assert_eq!(outlined.evictable(), plain.evictable());
+        }
+    }
+
+    /// Blocks are the same exactly as far as the tokens are.
+    #[test]
+    fn outlines_meet_in_blocks_as_far_as_their_tokens_do(
+        same in proptest::collection::vec((0_u64..4, 1_usize..400), 0..6),
+        one in proptest::collection::vec((0_u64..4, 1_usize..400), 0..4),
+        other in proptest::collection::vec((0_u64..4, 1_usize..400), 0..4),
+    ) {
+        let long = |tail: &[(u64, usize)]| outline(&[&same[..], tail].concat());
+        let (one, other) = (long(&one), long(&other));
+        let tokens = ids(&one).iter().zip(&ids(&other)).take_while(|(a, b)| a == b).count();
+        let (ours, theirs) = (one.blocks(), other.blocks());
+        prop_assert_eq!(ours.len(), one.len() / BLOCK as usize);
+        for (index, (a, b)) in ours.iter().zip(&theirs).enumerate() {
+            prop_assert_eq!(a == b, (index + 1) * BLOCK as usize <= tokens, "block {}", index);
         }
     }
 

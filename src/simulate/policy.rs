@@ -35,7 +35,7 @@ struct Known {
 }
 
 /// All of them, the default first.
-const KNOWN: [Known; 8] = [
+const KNOWN: [Known; 9] = [
     Known {
         name: "affinity",
         about: "sticky, new keys to the least loaded rank, ties by hash",
@@ -86,6 +86,13 @@ const KNOWN: [Known; 8] = [
                 ..MoveConfig::default()
             });
         },
+    },
+    Known {
+        name: "prefix",
+        about: "each request, as if it had no key, to the rank that saw most of its prompt",
+        routing: RoutingPolicy::Prefix,
+        number: None,
+        configure: |_, _| {},
     },
     Known {
         name: "round_robin",

@@ -14,7 +14,7 @@ use super::{
     world::{Plan, Stuck, World, nanos},
 };
 use crate::{
-    call::RouteReason,
+    call::{RouteReason, RoutingPolicy},
     engine::sim::{
         radix::NodeId,
         scheduler::{Event, JobId},
@@ -143,6 +143,11 @@ impl World<'_> {
             context: turn.prompt().saturating_add(turn.output),
             ..Needs::default()
         };
+        let blocks = if self.policy.routing == RoutingPolicy::Prefix {
+            live.history.text().blocks()
+        } else {
+            Vec::new()
+        };
         let request = RouteRequest {
             key: live.key,
             request: request_id(self.setup.seed, session, live.turn, live.attempts),
@@ -152,6 +157,7 @@ impl World<'_> {
             policy: self.policy.routing,
             avoid,
             hints: Hints {
+                blocks: &blocks,
                 waited,
                 ..Hints::default()
             },
@@ -307,6 +313,9 @@ impl World<'_> {
                 .grown(self.fleet.snapshot(), key, placed.slot, held, None, now);
         }
         let text = live.history.answered(live.turn, output);
+        if self.policy.routing == RoutingPolicy::Prefix {
+            self.router.prefix_seen(&text.blocks(), placed.slot, now);
+        }
         if let Some(node) = live.pooled.take() {
             self.pool.answered(node, text);
         }

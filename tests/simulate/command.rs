@@ -80,6 +80,7 @@ fn a_trace_from_a_pipe_and_events() {
         "hash",
         "kv_admission",
         "moves",
+        "prefix",
         "round_robin",
         "random",
         "least_loaded",

@@ -22,7 +22,7 @@ fn affinity(trace: &Trace, setup: &Setup) -> PolicyReport {
 fn only_the_keys_of_a_dead_rank_move_and_none_returns() {
     let trace = skewed(96);
     let calm = affinity(&trace, &setup(8));
-    let setup = with(&["12s die 3", "18s return 3"], 8);
+    let setup = with(&["11s die 3", "18s return 3"], 8);
     let report = affinity(&trace, &setup);
     let died = &report.events[0];
     assert!(died.sessions_there > 1, "{died:?}");
@@ -47,7 +47,7 @@ fn only_the_keys_of_a_dead_rank_move_and_none_returns() {
             assert_eq!(pair[0].1, 3, "session {session} left a rank that lives");
         }
         back += usize::from(ranks[0].1 == 3 && ranks[0].0 > Duration::from_secs(18));
-        let dead = Duration::from_secs(12)..Duration::from_secs(18);
+        let dead = Duration::from_secs(11)..Duration::from_secs(18);
         assert!(
             ranks
                 .iter()

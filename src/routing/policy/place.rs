@@ -78,7 +78,9 @@ impl Router {
     }
 
     /// The new-key rule: the least loaded rank, or the key's home while it is not
-    /// overloaded; ties by the ring order of the key, never by index.
+    /// overloaded. Of ranks that are as busy that one whose KV cache has the most
+    /// room: trajectories differ in length, and where the long ones meet, prefixes
+    /// are lost. Ties by the ring order of the key, never by index.
     pub(super) fn place<'f>(
         &self,
         field: &mut Field<'f>,
@@ -143,7 +145,12 @@ impl Router {
             field.narrow(Out::Busier, |_, seat| seat.load <= bound);
             field.first(order)
         } else {
-            lightest(field, order)
+            let least = field.least();
+            field.narrow(Out::Busier, |_, seat| seat.load <= least);
+            let held = field.left().map(|(rank, _)| kv_held(rank));
+            let emptiest = held.fold(f64::INFINITY, f64::min);
+            field.narrow(Out::Fuller, |rank, _| kv_held(rank) <= emptiest);
+            field.first(order)
         }
     }
 
@@ -269,6 +276,12 @@ fn lightest<'f>(field: &mut Field<'f>, order: u128) -> Option<&'f RankView> {
     let least = field.least();
     field.narrow(Out::Busier, |_, seat| seat.load <= least);
     field.first(order)
+}
+
+/// The share of its KV cache that the contexts of living trajectories take; above 1
+/// where they do not fit.
+fn kv_held(rank: &RankView) -> f64 {
+    as_f64(rank.load.live_tokens()) / as_f64(rank.facts.kv_capacity)
 }
 
 /// Only ranks that have the request's adapter in memory are looked at, where one of

@@ -28,7 +28,10 @@ async fn each_rank_has_its_sentence() {
             (false, "it serves weights \"7\""),
             (false, "it drains and takes no new work"),
             (false, "more load than on others"),
-            (true, "least loaded for a new key, first in the key's order"),
+            (
+                true,
+                "least loaded for a new key, then most KV free, then first in the key's order"
+            ),
         ]
     );
     let eligible: Vec<bool> = shown.candidates.iter().map(|c| c.eligible).collect();
