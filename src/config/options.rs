@@ -117,7 +117,7 @@ pub struct Options {
     #[arg(long, env = "BERTH_LOAD_FACTOR", value_name = "FACTOR")]
     pub load_factor: Option<f64>,
 
-    /// A trajectory idle for so long no longer counts as load. [default: 30m]
+    /// A trajectory idle for so long no longer counts as load. [default: 5m]
     #[arg(long, env = "BERTH_PIN_TTL", value_name = "TIME", value_parser = time)]
     #[serde(default, deserialize_with = "time_option")]
     pub pin_ttl: Option<Duration>,

@@ -135,7 +135,7 @@ fn taken(reason: RouteReason) -> &'static str {
             "the key's rank is gone; least loaded, first in the key's order"
         }
         RouteReason::Draining => "the key's rank drains; least loaded, first in the key's order",
-        RouteReason::Overload => "the queue is shorter here by more than the move costs",
+        RouteReason::Overload => "so much less load here that the move pays",
         RouteReason::Weights => "the key's rank serves other weights; least in flight meanwhile",
         RouteReason::Detour => "the key's rank cannot take this now; least in flight meanwhile",
         RouteReason::Random => "drawn by the request's id",

@@ -86,11 +86,42 @@ pub(super) struct Pinned {
     pub(super) counted: u32,
     /// Names the weights that made that KV; 0 is unknown.
     pub(super) weights: u16,
-    /// When it moved for the last time, by the router's count of minutes; 0 is
-    /// never.
-    pub(super) moved: u16,
+    /// How it came to be here.
+    pub(super) came: Came,
     /// The load of the adapter that made that KV; 0 without one.
     pub(super) adapter: u64,
+}
+
+/// How a trajectory came to its rank, in 16 bits: a pin has no more to spare.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Came(u16);
+
+/// Minutes are counted up to here and go round: after eleven days, long after an
+/// idle pin is forgotten.
+pub(super) const MINUTES: u16 = (1 << 14) - 1;
+
+impl Came {
+    const REFUGE: u16 = 1 << 14;
+
+    /// It moved in this minute, from 1 to [`MINUTES`]; 0: never.
+    pub(super) fn moved(minute: u16) -> Self {
+        Self(minute & MINUTES)
+    }
+
+    /// Likewise, since its rank was lost.
+    pub(super) fn refuge(minute: u16) -> Self {
+        Self(minute & MINUTES | Self::REFUGE)
+    }
+
+    /// When it moved for the last time; 0 is never.
+    pub(super) fn minute(self) -> u16 {
+        self.0 & MINUTES
+    }
+
+    /// Its rank was lost, and this one took it in.
+    pub(super) fn is_refuge(self) -> bool {
+        self.0 & Self::REFUGE != 0
+    }
 }
 
 /// A pin as a decision sees it.

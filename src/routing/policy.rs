@@ -23,7 +23,7 @@ use super::{
     line::Lines,
     moves::{Budget, MoveConfig, Queued},
     needs::Lack,
-    pins::{Pin, PinKey, PinTable, Pinned, Seen},
+    pins::{Came, MINUTES, Pin, PinKey, PinTable, Pinned, Seen},
     prefix::Prefixes,
     request::{Decision, NoRoute, RouteRequest},
 };
@@ -32,8 +32,9 @@ use crate::{
     fleet::snapshot::{ModelView, RankState, RankView, Snapshot},
 };
 
-/// Minutes go round after so many.
-const MINUTES: u32 = u16::MAX as u32;
+/// For so long after its rank was lost a trajectory may go on from where it found
+/// refuge: a fleet that restarts is back by then.
+const REFUGE_MINUTES: u16 = 15;
 
 /// The router: the table of pins and the rules.
 #[derive(Debug)]
@@ -101,6 +102,8 @@ enum Home<'f> {
     Here(Plan<'f>),
     /// So it does, and the queue there is so long that a move may pay.
     Busy(Plan<'f>, MoveConfig, Duration),
+    /// So it does, as it did when many had lost their ranks and few were left.
+    Refuge(Plan<'f>),
     /// So it would, and its KV cache has no room for this trajectory beside those
     /// that live there.
     Full(Plan<'f>, KvAdmission),
@@ -208,6 +211,13 @@ impl Router {
                         });
                         Ok(away.unwrap_or(stay))
                     }
+                    Some(Home::Refuge(stay)) => {
+                        let away = survey
+                            .by(Measure::Live)
+                            .ok()
+                            .and_then(|field| self.from_refuge(field, request, key, &stay));
+                        Ok(away.unwrap_or(stay))
+                    }
                     Some(Home::Full(stay, admission)) => self.room_elsewhere(
                         survey.by(Measure::Live)?,
                         request,
@@ -305,13 +315,15 @@ impl Router {
             Some(moves) if self.may_move(&moves, pin, now) => {
                 let wait = rank.load.queue().length();
                 if wait > moves.margin {
-                    Home::Busy(plan, moves, wait)
-                } else {
-                    Home::Here(plan)
+                    return Home::Busy(plan, moves, wait);
                 }
             }
-            _ => Home::Here(plan),
+            _ => {}
         }
+        if pin.came.is_refuge() && self.minutes_since(pin.came, now) < REFUGE_MINUTES {
+            return Home::Refuge(plan);
+        }
+        Home::Here(plan)
     }
 
     /// Others wait for room, and it neither does yet nor counts as one that has some.
@@ -322,10 +334,13 @@ impl Router {
     }
 
     fn may_move(&self, moves: &MoveConfig, pin: Pinned, now: Instant) -> bool {
-        // Minutes go round after 45 days, long after an idle pin is forgotten.
-        let age = (u32::from(self.minute(now)) + MINUTES - u32::from(pin.moved)) % MINUTES;
+        let age = self.minutes_since(pin.came, now);
         let cooled = u64::from(age) * 60 >= moves.cooldown.as_secs();
-        pin.tokens <= moves.max_context && (pin.moved == 0 || cooled)
+        pin.tokens <= moves.max_context && (pin.came.minute() == 0 || cooled)
+    }
+
+    fn minutes_since(&self, came: Came, now: Instant) -> u16 {
+        (self.minute(now) + MINUTES - came.minute()) % MINUTES
     }
 
     /// Minutes since moves were first looked at, from 1, going round.
@@ -366,17 +381,20 @@ impl Router {
                 }
             }
             Act::Bind | Act::Move => {
-                let before = shard.get(key).map_or(0, |pin| pin.at.moved);
-                let moved = match plan.act {
-                    Act::Move => self.minute(now),
-                    _ => before,
+                let before = shard.get(key).map(|pin| pin.at.came.minute());
+                let came = match (plan.act, plan.reason) {
+                    (Act::Move, _) => Came::moved(self.minute(now)),
+                    (_, RouteReason::ReplicaLost | RouteReason::Draining) => {
+                        Came::refuge(self.minute(now))
+                    }
+                    _ => Came::moved(before.unwrap_or(0)),
                 };
                 let at = Pinned {
                     slot: plan.rank.slot,
                     tokens: 0,
                     counted: 0,
                     weights: 0,
-                    moved,
+                    came,
                     adapter: plan.rank.adapter_load(request.needs.adapter.as_deref()),
                 };
                 let mut pin = Pin::new(at, now);

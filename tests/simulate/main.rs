@@ -13,6 +13,7 @@ mod command;
 mod events;
 mod invariants;
 mod policies;
+mod recorded;
 mod traces;
 
 use std::{num::NonZeroUsize, time::Duration};

@@ -29,6 +29,13 @@ const ADAPTER_QUEUE: u64 = 4;
 /// within this factor of the mean.
 const GROUP_BOUND: f64 = 1.25;
 
+/// A refuge is left while its load is above this many times the mean: never, where
+/// one of two ranks is lost and comes back, or one of many.
+const REFUGE_BOUND: f64 = 2.0;
+
+/// And only while it is so much more, in trajectories: few are no crowd.
+const REFUGE_LEAST: f64 = 8.0;
+
 /// A detour takes the same rank again with up to so many samples in flight there,
 /// or twice the mean of all.
 const DETOUR_QUEUE: u64 = 4;
@@ -206,6 +213,34 @@ impl Router {
         }
         let rank = self.settle(field, request, key.0)?;
         Some(Plan::cold(rank, RouteReason::Overload, Act::Move))
+    }
+
+    /// For a trajectory whose rank was lost, while its refuge carries much more than
+    /// most: where whole fleets restart, the first rank that is back takes in
+    /// everybody, and the others come back to nothing. It goes on, once, to where the
+    /// new-key rule sends it among those below the mean.
+    pub(super) fn from_refuge<'f>(
+        &self,
+        field: &mut Field<'f>,
+        request: &RouteRequest<'_>,
+        key: PinKey,
+        stay: &Plan<'f>,
+    ) -> Option<Plan<'f>> {
+        let (home, mean) = (stay.rank.slot, field.mean_with(request.samples));
+        let crowded = field.left().any(|(rank, seat)| {
+            let more = (seat.load - mean) * rank.weight();
+            rank.slot == home && seat.load > REFUGE_BOUND * mean && more > REFUGE_LEAST
+        });
+        let better = crowded
+            && field.narrow(Out::NoGain, |rank, seat| {
+                rank.slot != home && seat.load < mean
+            });
+        if !better {
+            field.only(home, Out::NoGain);
+            return None;
+        }
+        let rank = self.settle(field, request, key.0)?;
+        Some(Plan::cold(rank, RouteReason::Overload, Act::Bind))
     }
 
     /// The rank that has seen the longest beginning of the prompt, where that is

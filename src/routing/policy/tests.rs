@@ -6,6 +6,7 @@ mod groups;
 mod kv;
 mod moving;
 mod prefixes;
+mod refuge;
 
 use std::{
     collections::{BTreeSet, HashSet, VecDeque},
@@ -41,19 +42,29 @@ struct Fake {
     load: Arc<RankLoad>,
 }
 
+impl Fake {
+    /// Its only rank.
+    fn new(slot: u32, replica: String) -> Self {
+        Self {
+            slot,
+            replica,
+            incarnation: 1,
+            rank: 0,
+            capacity: 375_000,
+            state: RankState::Open,
+            weights: "1",
+            adapters: Vec::new(),
+            load: Arc::default(),
+        }
+    }
+}
+
 impl Fleet {
     fn new(replicas: u32, ranks: u32) -> Self {
         let ranks = (0..replicas * ranks)
             .map(|i| Fake {
-                slot: i,
-                replica: format!("r{}", i / ranks),
-                incarnation: 1,
                 rank: i % ranks,
-                capacity: 375_000,
-                state: RankState::Open,
-                weights: "1",
-                adapters: Vec::new(),
-                load: Arc::default(),
+                ..Fake::new(i, format!("r{}", i / ranks))
             })
             .collect();
         let mut fleet = Self {
@@ -313,15 +324,8 @@ async fn a_lost_rank_moves_its_keys_only_and_none_moves_back() {
     }
     // The replica is back as a new incarnation, in a new slot.
     fleet.ranks.push(Fake {
-        slot: 100,
-        replica: "r3".to_owned(),
         incarnation: 2,
-        rank: 0,
-        capacity: 375_000,
-        state: RankState::Open,
-        weights: "1",
-        adapters: Vec::new(),
-        load: Arc::default(),
+        ..Fake::new(100, "r3".to_owned())
     });
     fleet.publish();
     for (key, (was, _)) in (0..80).zip(&after) {

@@ -10,7 +10,7 @@ use crate::{
     routing::{
         config::HINT_TTL,
         line::{Begun, InLine},
-        pins::{Pin, PinKey, PinView, Pinned},
+        pins::{Came, Pin, PinKey, PinView, Pinned},
         request::Siblings,
     },
 };
@@ -136,7 +136,7 @@ impl Router {
             tokens: past.tokens,
             counted: 0,
             weights: 0,
-            moved: 0,
+            came: Came::default(),
             adapter: past.adapter,
         };
         let mut pin = Pin::new(at, last_used);
