@@ -9,7 +9,7 @@
 //! Ready does not depend on replicas: they register through the same port, and
 //! could not if none but ready servers were sent calls.
 
-use std::sync::Arc;
+use std::{pin::pin, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -19,12 +19,24 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::registry::Registry;
-use tokio::net::TcpListener;
+use tokio::{
+    net::{TcpListener, TcpStream},
+    task::JoinSet,
+    time::timeout,
+};
 use tokio_util::sync::CancellationToken;
+use tower::ServiceExt;
+use tracing::debug;
 
 use crate::{
     auth::{self, Gate},
+    listen::{
+        Acceptor,
+        limits::{AdminLimits, Counts, Limit, Port},
+    },
     store::Store,
     telemetry::text,
 };
@@ -48,8 +60,23 @@ impl Page {
     }
 }
 
-/// Serves until `stop`.
-pub async fn serve(listener: TcpListener, gate: Arc<Gate>, page: Page, stop: CancellationToken) {
+/// A connection is made anew after so long, so none that is not read from, or never
+/// ends its requests, stays.
+const AGE: Duration = Duration::from_secs(600);
+/// A connection that was told to end is cut after so long.
+const CLOSING: Duration = Duration::from_secs(5);
+/// What hyper wants for its buffer at least.
+const LEAST_BUFFER: usize = 8 << 10;
+
+/// Serves until `stop`, which cuts what is open: nothing here is worth a wait.
+pub async fn serve(
+    listener: TcpListener,
+    gate: Arc<Gate>,
+    page: Page,
+    limits: AdminLimits,
+    counts: Arc<Counts>,
+    stop: CancellationToken,
+) {
     let app = Router::new()
         .route("/livez", get(alive))
         .route("/healthz", get(alive))
@@ -57,11 +84,56 @@ pub async fn serve(listener: TcpListener, gate: Arc<Gate>, page: Page, stop: Can
         .route("/metrics", get(metrics))
         .with_state(page)
         .layer(middleware::from_fn_with_state(gate, auth::admin::guard));
-    let served =
-        axum::serve(listener, app).with_graceful_shutdown(async move { stop.cancelled().await });
-    if let Err(error) = served.await {
-        tracing::error!(%error, "the admin listener failed");
+    let mut acceptor = Acceptor::new(
+        listener,
+        Port::Admin,
+        limits.connections,
+        Arc::clone(&counts),
+    );
+    let mut connections = JoinSet::new();
+    loop {
+        let (stream, peer, place) = tokio::select! {
+            () = stop.cancelled() => return,
+            Some(_) = connections.join_next() => continue,
+            accepted = acceptor.next(REFUSAL) => accepted,
+        };
+        let (app, counts) = (app.clone(), Arc::clone(&counts));
+        connections.spawn(async move {
+            let _place = place;
+            if let Err(error) = connection(stream, app, limits).await {
+                if error.is_timeout() {
+                    counts.limits(Port::Admin, Limit::FirstRequest);
+                }
+                debug!(%peer, %error, "admin connection ended");
+            }
+        });
     }
+}
+
+/// What a connection without a place is told.
+const REFUSAL: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\n\
+    content-length: 21\r\n\r\ntoo many connections\n";
+
+async fn connection(
+    stream: TcpStream,
+    app: Router,
+    limits: AdminLimits,
+) -> Result<(), hyper::Error> {
+    let service = service_fn(move |request: http::Request<Incoming>| {
+        app.clone().oneshot(request.map(axum::body::Body::new))
+    });
+    let most = usize::try_from(limits.header_bytes).unwrap_or(usize::MAX);
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.first_request)
+        .max_buf_size(most.max(LEAST_BUFFER))
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = pin!(connection);
+    if let Ok(ended) = timeout(AGE, connection.as_mut()).await {
+        return ended;
+    }
+    connection.as_mut().graceful_shutdown();
+    timeout(CLOSING, connection).await.unwrap_or(Ok(()))
 }
 
 async fn alive() -> &'static str {

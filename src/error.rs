@@ -53,6 +53,9 @@ pub enum Reason {
     TenantNotFound,
     TenantActive,
     TenantBusy,
+    HeadersTooLarge,
+    RequestTooSlow,
+    ReceivingFull,
 }
 
 /// One thing that is wrong with a request.
@@ -158,7 +161,7 @@ impl Reason {
             Self::OutcomeUnknown | Self::StoreFull | Self::StoreFailed => {
                 Some(Duration::from_secs(5))
             }
-            Self::EngineBusy | Self::TooManyWaiters | Self::TenantBusy => {
+            Self::EngineBusy | Self::TooManyWaiters | Self::TenantBusy | Self::ReceivingFull => {
                 Some(Duration::from_millis(500))
             }
             _ => None,

@@ -33,7 +33,7 @@ use crate::{
     },
     fleet::Fleet,
     keeper::Keeper,
-    listen::{self, Limits},
+    listen::{self, limits::Counts, request::Bounded},
     proto::{
         self, fleet_service_server::FleetServiceServer,
         replica_service_server::ReplicaServiceServer,
@@ -206,10 +206,18 @@ async fn serve(
     tokio::spawn(Arc::clone(&parts.fleet).keep(stop.clone()));
     tokio::spawn(stack::trials::keep(parts.clone(), stop.clone()));
     tokio::spawn(sweep_pins(Arc::clone(&parts.router), stop.clone()));
-    let registry = telemetry::registry(&parts, Arc::clone(&config.spans));
+    let counts = Arc::new(Counts::default());
+    let registry = telemetry::registry(&parts, Arc::clone(&config.spans), Arc::clone(&counts));
     let page = admin::Page::new(registry, Arc::clone(&parts.store), drain.clone());
     let gate = Arc::clone(&guard.gate);
-    tokio::spawn(admin::serve(admin, gate, page, stop.clone()));
+    tokio::spawn(admin::serve(
+        admin,
+        gate,
+        page,
+        config.admin_limits,
+        Arc::clone(&counts),
+        stop.clone(),
+    ));
     guard.keep(stop.clone());
 
     let (health, health_service) = tonic_health::server::health_reporter();
@@ -263,14 +271,20 @@ async fn serve(
         .layer_fn(|inner| Observed::new(inner, Arc::clone(&parts.metrics)))
         // Nothing below is reached by a caller who may not.
         .layer(Authenticate(Arc::clone(&guard.gate)))
+        // What is too large or too slow is refused to callers who may, and counted.
+        .layer_fn(|inner| Bounded::new(inner, config.limits, Arc::clone(&counts)))
         // The stack keeps the deadline: see `listen`.
         .layer_fn(TakeTimeout::new)
         .service(routes);
 
-    let limits = Limits {
-        max_streams: config.max_streams,
-    };
-    let server = listen::serve(grpc, service, limits, guard.tls, drain.clone());
+    let server = listen::serve(
+        grpc,
+        service,
+        config.limits,
+        guard.tls,
+        counts,
+        drain.clone(),
+    );
     tokio::pin!(server);
 
     tokio::select! {

@@ -39,11 +39,13 @@ impl Reason {
             | Self::StoreFailed
             | Self::ShuttingDown => Code::Unavailable,
             Self::EngineBusy
+            | Self::HeadersTooLarge
+            | Self::ReceivingFull
             | Self::TooManyWaiters
             | Self::TenantBusy
             | Self::StoreFull
             | Self::FleetFull => Code::ResourceExhausted,
-            Self::Deadline => Code::DeadlineExceeded,
+            Self::Deadline | Self::RequestTooSlow => Code::DeadlineExceeded,
             Self::Cancelled => Code::Cancelled,
             Self::EngineMisbehaved | Self::Internal => Code::Internal,
             Self::NotImplemented => Code::Unimplemented,
@@ -75,6 +77,9 @@ impl Reason {
             Self::TenantNotFound => "TENANT_NOT_FOUND",
             Self::TenantActive => "TENANT_ACTIVE",
             Self::TenantBusy => "TENANT_BUSY",
+            Self::HeadersTooLarge => "HEADERS_TOO_LARGE",
+            Self::RequestTooSlow => "REQUEST_TOO_SLOW",
+            Self::ReceivingFull => "RECEIVING_FULL",
             Self::NoReplica => "NO_REPLICA",
             Self::ReplicaLost => "REPLICA_LOST",
             Self::OutcomeUnknown => "OUTCOME_UNKNOWN",
@@ -95,7 +100,7 @@ impl Reason {
     }
 
     /// All of them.
-    pub const ALL: [Self; 37] = [
+    pub const ALL: [Self; 40] = [
         Self::InvalidRequest,
         Self::ModelAmbiguous,
         Self::PromptTooLong,
@@ -117,6 +122,9 @@ impl Reason {
         Self::TenantNotFound,
         Self::TenantActive,
         Self::TenantBusy,
+        Self::HeadersTooLarge,
+        Self::RequestTooSlow,
+        Self::ReceivingFull,
         Self::NoReplica,
         Self::ReplicaLost,
         Self::OutcomeUnknown,

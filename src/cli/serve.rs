@@ -9,6 +9,7 @@ use crate::{
     auth::{AuthConfig, Guard},
     config::{Config, Options, unknown_variables},
     failpoint,
+    listen::descriptors,
     server::{Server, drain_on_signals},
     telemetry::logs::Logs,
 };
@@ -61,6 +62,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     if let Ok(said) = std::env::var(failpoint::VARIABLE) {
         failpoint::arm(&said).map_err(anyhow::Error::msg)?;
     }
+    descriptors::raise(config.limits.connections.all);
     let server = Server::start(config).await?;
     drain_on_signals(server.drain_token())?;
     let ended = server.ended().await;

@@ -93,6 +93,14 @@ impl Config {
             Duration::ZERO,
             MAX_GRACE,
         );
+        within(
+            "first-request-timeout",
+            self.limits.first_request,
+            ms(100),
+            DAY,
+        );
+        within("idle-timeout", self.limits.idle, ms(100), 30 * DAY);
+        within("body-timeout", self.limits.body, ms(100), DAY);
         within("drain-timeout", self.drain_timeout, Duration::ZERO, DAY);
         check(
             self.router.load_factor >= 1.0,
@@ -153,9 +161,39 @@ impl Config {
             (1 << 16..=1 << 30).contains(&self.max_message_bytes),
             "max-message-bytes: must be from 65536 to 1073741824".to_owned(),
         );
+        let (limits, admin) = (&self.limits, &self.admin_limits);
+        for (option, value) in [
+            ("max-connections", limits.connections.all),
+            (
+                "max-connections-per-address",
+                limits.connections.of_address,
+            ),
+            ("admin-max-connections", admin.connections.all),
+            (
+                "admin-max-connections-per-address",
+                admin.connections.of_address,
+            ),
+        ] {
+            check(
+                (1..=1_000_000).contains(&value),
+                format!("{option}: must be from 1 to 1000000"),
+            );
+        }
         check(
-            self.max_streams >= 1,
+            limits.max_streams >= 1,
             "max-streams: must be at least 1".to_owned(),
+        );
+        check(
+            (1 << 10..=1 << 20).contains(&limits.header_bytes),
+            "max-header-bytes: must be from 1024 to 1048576".to_owned(),
+        );
+        check(
+            limits.unfinished_bytes >= self.max_message_bytes as u64,
+            "max-unfinished-bytes: must be at least max-message-bytes".to_owned(),
+        );
+        check(
+            (10..=1_000_000).contains(&limits.control_frames),
+            "max-control-frames: must be from 10 to 1000000".to_owned(),
         );
         check(
             self.log

@@ -12,6 +12,7 @@ use crate::{
     auth::{AuthConfig, TlsConfig},
     engine::egress::Egress,
     fleet::{FleetConfig, health::HealthConfig, lease::LeaseConfig},
+    listen::limits::{AdminLimits, Connections, Limits},
     routing::{KvAdmission, MoveConfig, RouterConfig},
     stack::{StackConfig, admission::AdmissionConfig},
     store::sled::{Durability, SledOptions},
@@ -48,8 +49,10 @@ pub struct Config {
     pub stack: StackConfig,
     /// Bytes of one message.
     pub max_message_bytes: usize,
-    /// Streams of one connection.
-    pub max_streams: u32,
+    /// Limits of the gRPC listener.
+    pub limits: Limits,
+    /// Limits of the admin listener.
+    pub admin_limits: AdminLimits,
     /// Calls in flight at a shutdown.
     pub drain_timeout: Duration,
     /// Who may do what.
@@ -82,7 +85,8 @@ impl Default for Config {
             router: RouterConfig::default(),
             stack: StackConfig::default(),
             max_message_bytes: 16 << 20,
-            max_streams: 4096,
+            limits: Limits::default(),
+            admin_limits: AdminLimits::default(),
             drain_timeout: Duration::from_secs(30),
             auth: AuthConfig::default(),
             log_format: LogFormat::default(),
@@ -103,6 +107,13 @@ impl Config {
         let default = Self::default();
         let mut faults = Vec::new();
         let listen = options.listen.unwrap_or(default.listen);
+        // Of both listeners.
+        let first_request = options
+            .first_request_timeout
+            .unwrap_or(default.limits.first_request);
+        let header_bytes = options
+            .max_header_bytes
+            .unwrap_or(default.limits.header_bytes);
         let tls = tls(&options, &mut faults);
         let egress = Egress {
             networks: options
@@ -225,7 +236,39 @@ impl Config {
             max_message_bytes: options
                 .max_message_bytes
                 .unwrap_or(default.max_message_bytes),
-            max_streams: options.max_streams.unwrap_or(default.max_streams),
+            limits: Limits {
+                connections: Connections {
+                    all: options
+                        .max_connections
+                        .unwrap_or(default.limits.connections.all),
+                    of_address: options
+                        .max_connections_per_address
+                        .unwrap_or(default.limits.connections.of_address),
+                },
+                max_streams: options.max_streams.unwrap_or(default.limits.max_streams),
+                first_request,
+                idle: options.idle_timeout.unwrap_or(default.limits.idle),
+                body: options.body_timeout.unwrap_or(default.limits.body),
+                header_bytes,
+                unfinished_bytes: options
+                    .max_unfinished_bytes
+                    .unwrap_or(default.limits.unfinished_bytes),
+                control_frames: options
+                    .max_control_frames
+                    .unwrap_or(default.limits.control_frames),
+            },
+            admin_limits: AdminLimits {
+                connections: Connections {
+                    all: options
+                        .admin_max_connections
+                        .unwrap_or(default.admin_limits.connections.all),
+                    of_address: options
+                        .admin_max_connections_per_address
+                        .unwrap_or(default.admin_limits.connections.of_address),
+                },
+                first_request,
+                header_bytes,
+            },
             drain_timeout: options.drain_timeout.unwrap_or(default.drain_timeout),
             auth: AuthConfig {
                 credentials: options.credentials,

@@ -200,6 +200,54 @@ pub struct Options {
     #[arg(long, env = "BERTH_MAX_STREAMS", value_name = "N")]
     pub max_streams: Option<u32>,
 
+    /// Connections to the gRPC port at once; more are refused. [default: 10000]
+    #[arg(long, env = "BERTH_MAX_CONNECTIONS", value_name = "N")]
+    pub max_connections: Option<usize>,
+
+    /// Of one IPv4 address, or of one IPv6 network of 64 bits: lower it where callers do not
+    /// share an address. [default: 5000]
+    #[arg(long, env = "BERTH_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N")]
+    pub max_connections_per_address: Option<usize>,
+
+    /// From a connection to the end of its first request's headers, on both ports. [default: 30s]
+    #[arg(long, env = "BERTH_FIRST_REQUEST_TIMEOUT", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub first_request_timeout: Option<Duration>,
+
+    /// A connection without an open call is ended after so long, without failing a call: clients
+    /// make a new one when they need it. [default: 15m]
+    #[arg(long, env = "BERTH_IDLE_TIMEOUT", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub idle_timeout: Option<Duration>,
+
+    /// From a request's headers to the end of its message. [default: 1m]
+    #[arg(long, env = "BERTH_BODY_TIMEOUT", value_name = "TIME", value_parser = time)]
+    #[serde(default, deserialize_with = "time_option")]
+    pub body_timeout: Option<Duration>,
+
+    /// Bytes of one request's headers, 32 for each included, on both ports. [default: 16384]
+    #[arg(long, env = "BERTH_MAX_HEADER_BYTES", value_name = "N")]
+    pub max_header_bytes: Option<u32>,
+
+    /// Bytes of requests that have begun and are not whole, of all connections; more are refused.
+    /// [default: 2147483648]
+    #[arg(long, env = "BERTH_MAX_UNFINISHED_BYTES", value_name = "N")]
+    pub max_unfinished_bytes: Option<u64>,
+
+    /// HTTP/2 frames a second of one connection that carry no request, as pings and resets, and
+    /// that answer nothing of ours. A connection with more is read from more slowly, and ended
+    /// after 30 s of it. [default: 1000]
+    #[arg(long, env = "BERTH_MAX_CONTROL_FRAMES", value_name = "N")]
+    pub max_control_frames: Option<u32>,
+
+    /// Connections to the admin port at once. [default: 512]
+    #[arg(long, env = "BERTH_ADMIN_MAX_CONNECTIONS", value_name = "N")]
+    pub admin_max_connections: Option<usize>,
+
+    /// Likewise, of one address. [default: 128]
+    #[arg(long, env = "BERTH_ADMIN_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N")]
+    pub admin_max_connections_per_address: Option<usize>,
+
     /// On SIGTERM, calls in flight may take so long to finish. [default: 30s]
     #[arg(long, env = "BERTH_DRAIN_TIMEOUT", value_name = "TIME", value_parser = time)]
     #[serde(default, deserialize_with = "time_option")]
@@ -347,6 +395,20 @@ impl Options {
             tenant_queue: self.tenant_queue.or(other.tenant_queue),
             max_message_bytes: self.max_message_bytes.or(other.max_message_bytes),
             max_streams: self.max_streams.or(other.max_streams),
+            max_connections: self.max_connections.or(other.max_connections),
+            max_connections_per_address: self
+                .max_connections_per_address
+                .or(other.max_connections_per_address),
+            first_request_timeout: self.first_request_timeout.or(other.first_request_timeout),
+            idle_timeout: self.idle_timeout.or(other.idle_timeout),
+            body_timeout: self.body_timeout.or(other.body_timeout),
+            max_header_bytes: self.max_header_bytes.or(other.max_header_bytes),
+            max_unfinished_bytes: self.max_unfinished_bytes.or(other.max_unfinished_bytes),
+            max_control_frames: self.max_control_frames.or(other.max_control_frames),
+            admin_max_connections: self.admin_max_connections.or(other.admin_max_connections),
+            admin_max_connections_per_address: self
+                .admin_max_connections_per_address
+                .or(other.admin_max_connections_per_address),
             drain_timeout: self.drain_timeout.or(other.drain_timeout),
             credentials: self.credentials.or(other.credentials),
             reflection: self.reflection.or(other.reflection),

@@ -10,7 +10,7 @@ fn the_nearer_source_wins() {
         toml::from_str("max-pins = 2\nmax-streams = 3\nheartbeat-interval = \"5s\"").unwrap();
     let config = Config::resolve(flags.or(file)).unwrap();
     assert_eq!(config.router.max_pins, 1);
-    assert_eq!(config.max_streams, 3);
+    assert_eq!(config.limits.max_streams, 3);
     assert_eq!(config.fleet.lease.interval, Duration::from_secs(5));
     assert_eq!(config.listen, Config::default().listen);
 }
@@ -27,7 +27,9 @@ fn all_faults_are_told_at_once() {
         "listen = \"0.0.0.0:7700\"\nload-factor = 0.5\nmax-attempts = 0\ngrace = \"2days\"\n\
          drain-grace = \"25h\"\nkv-admission = -1.0\nmoves-per-minute = 200000\n\
          max-prefix-blocks = 0\notlp-endpoint = \"https://u:p@collector:4317\"\n\
-         otlp-sample-ratio = 1.5",
+         otlp-sample-ratio = 1.5\nmax-connections = 0\nidle-timeout = \"1ms\"\n\
+         max-header-bytes = 10\nmax-unfinished-bytes = 1\nmax-control-frames = 1\n\
+         admin-max-connections-per-address = 0",
     )
     .unwrap();
     let error = Config::resolve(options).unwrap_err().to_string();
@@ -42,6 +44,12 @@ fn all_faults_are_told_at_once() {
         "max-prefix-blocks",
         "otlp-endpoint",
         "otlp-sample-ratio",
+        "max-connections:",
+        "idle-timeout",
+        "max-header-bytes",
+        "max-unfinished-bytes",
+        "max-control-frames",
+        "admin-max-connections-per-address",
     ] {
         assert!(error.contains(option), "{option} in {error}");
     }

@@ -12,6 +12,7 @@
 //! [`rpc::Observed`] around the gRPC service as a whole.
 
 pub mod attempt;
+mod connections;
 mod families;
 mod fleet;
 pub mod layer;
@@ -30,13 +31,14 @@ use std::sync::Arc;
 
 use prometheus_client::registry::Registry;
 
-use crate::stack::Parts;
+use crate::{listen::limits::Counts, stack::Parts};
 
 /// All that a server tells Prometheus.
-pub fn registry(parts: &Parts, spans: Arc<otlp::SpanCounts>) -> Registry {
+pub fn registry(parts: &Parts, spans: Arc<otlp::SpanCounts>, listened: Arc<Counts>) -> Registry {
     let mut registry = Registry::default();
     let berth = registry.sub_registry_with_prefix("berth");
     parts.metrics.register(berth);
     state::register(berth, parts.clone(), spans);
+    berth.register_collector(Box::new(connections::Listened(listened)));
     registry
 }

@@ -4,14 +4,16 @@
 //! `grpc-timeout` outside every layer and answers CANCELLED, and a client must
 //! hear DEADLINE_EXCEEDED. Here the stack's own deadline is the only one.
 
-use std::{
-    convert::Infallible,
-    io,
-    net::SocketAddr,
-    pin::{Pin, pin},
-    sync::Arc,
-    time::Duration,
-};
+mod accept;
+mod control;
+pub mod descriptors;
+mod frames;
+mod life;
+pub mod limits;
+pub mod request;
+mod watched;
+
+use std::{convert::Infallible, io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use hyper::{body::Incoming, server::conn::http2, service::service_fn};
@@ -27,27 +29,25 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 use tower::{BoxError, Service, ServiceExt};
-use tracing::{debug, warn};
+use tracing::debug;
 
+pub(crate) use self::accept::Acceptor;
+use self::{
+    frames::{ENHANCE_YOUR_CALM, goaway},
+    life::{Answer, Life},
+    limits::{Counts, Limit, Limits, Port},
+    watched::Watched,
+};
 use crate::auth::tls::{ClientName, ServerTls};
 
 /// Where a request comes from, as an extension of it.
 #[derive(Clone, Copy, Debug)]
 pub struct Peer(pub SocketAddr);
 
-/// Limits of each connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Streams open at once. A trainer runs thousands of trajectories on one
-    /// channel; a lower limit queues them unseen in the client.
-    pub max_streams: u32,
-}
-
 /// 1 MiB frames: 40 % faster than the default 16 KiB for prompts of 128k tokens.
 const MAX_FRAME: u32 = 1 << 20;
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 16 << 20;
-const MAX_HEADER_LIST: u32 = 16 << 10;
 const KEEPALIVE: Duration = Duration::from_secs(30);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Resets of our own that a client may provoke: more end the connection.
@@ -56,8 +56,6 @@ const MAX_LOCAL_RESETS: usize = 1024;
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// From the connection to the end of HTTP/2's preface, by which a client begins.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
-/// After an accept that failed for want of descriptors or memory.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Serves until `drain`, then lets open connections finish what they have.
 /// Dropping the future cuts them.
@@ -66,6 +64,7 @@ pub async fn serve<S, B>(
     service: S,
     limits: Limits,
     tls: Option<Arc<ServerTls>>,
+    counts: Arc<Counts>,
     drain: CancellationToken,
 ) where
     S: Service<http::Request<tonic::body::Body>, Response = http::Response<B>, Error = Infallible>
@@ -73,63 +72,74 @@ pub async fn serve<S, B>(
         + Send
         + 'static,
     S::Future: Send,
-    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
     B::Error: Into<BoxError>,
 {
+    let refusal = if tls.is_none() { refusal() } else { Vec::new() };
+    let mut acceptor = Acceptor::new(
+        listener,
+        Port::Grpc,
+        limits.connections,
+        Arc::clone(&counts),
+    );
     let mut connections = JoinSet::new();
     loop {
-        let accepted = tokio::select! {
+        let (stream, peer, place) = tokio::select! {
             biased;
             () = drain.cancelled() => break,
             // Ended ones are taken off as they end.
             Some(_) = connections.join_next() => continue,
-            accepted = listener.accept() => accepted,
+            accepted = acceptor.next(&refusal) => accepted,
         };
-        match accepted {
-            Ok((stream, peer)) => {
-                // Answers are small and awaited; a socket that refuses the option
-                // works too.
-                let _ = stream.set_nodelay(true);
-                let (service, tls, drain) = (service.clone(), tls.clone(), drain.clone());
-                connections.spawn(async move {
-                    if let Some(ended) = drain.run_until_cancelled(open(stream, tls.as_ref())).await
-                    {
-                        match ended {
-                            Ok((io, client)) => {
-                                let aged = async {
-                                    match (&tls, &client) {
-                                        (Some(tls), Some(_)) => tls.aged().await,
-                                        _ => std::future::pending().await,
-                                    }
-                                };
-                                let who = (Peer(peer), client.clone());
-                                let connection = connection(io, who, service, limits);
-                                let ended = until(connection, &drain, aged).await;
-                                if let Err(error) = ended {
-                                    debug!(%peer, %error, "connection ended");
-                                }
-                            }
-                            Err(error) => debug!(%peer, %error, "connection ended"),
+        let (service, tls, drain) = (service.clone(), tls.clone(), drain.clone());
+        let counts = Arc::clone(&counts);
+        connections.spawn(async move {
+            let _place = place;
+            let opened = open(stream, tls.as_ref(), limits.first_request, &counts);
+            let ended = match drain.run_until_cancelled(opened).await {
+                Some(Ok((io, client))) => {
+                    let aged = async {
+                        match (&tls, &client) {
+                            (Some(tls), Some(_)) => tls.aged().await,
+                            _ => std::future::pending().await,
                         }
-                    }
-                });
+                    };
+                    let life = Life::new();
+                    let io = Watched::new(io, &limits, Arc::clone(&life), Arc::clone(&counts));
+                    let who = (Peer(peer), client.clone());
+                    let connection = connection(io, who, service, limits, Arc::clone(&life));
+                    let ended = until(connection, &life, &limits, &counts, &drain, aged);
+                    ended.await.map_err(io::Error::other)
+                }
+                Some(Err(error)) => Err(error),
+                None => Ok(()),
+            };
+            if let Err(error) = ended {
+                debug!(%peer, %error, "connection ended");
             }
-            Err(error) => {
-                warn!(%error, "cannot accept a connection");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
-            }
-        }
+        });
     }
     // Nobody is refused who could still be served elsewhere: the port is closed
     // before the first connection is.
-    drop(listener);
+    drop(acceptor);
     while connections.join_next().await.is_some() {}
 }
 
-/// Runs a connection. From the drain on, or once it is old, it takes no new
-/// request and ends with its last one.
+/// What a connection without a place is told: an empty SETTINGS, which is what a
+/// server says first, and why it ends.
+fn refusal() -> Vec<u8> {
+    let settings = frames::write(4, 0, 0, &[]);
+    let why = goaway(0, ENHANCE_YOUR_CALM, "too many connections");
+    [settings, why].concat()
+}
+
+/// Runs a connection. From the drain on, once it is old, or when nothing was asked
+/// on it for too long, it takes no new request and ends with its last one.
 async fn until<C: GracefulConnection>(
     connection: C,
+    life: &Life,
+    limits: &Limits,
+    counts: &Counts,
     drain: &CancellationToken,
     aged: impl Future<Output = ()>,
 ) -> Result<(), C::Error> {
@@ -138,55 +148,71 @@ async fn until<C: GracefulConnection>(
         ended = connection.as_mut() => return ended.map(drop),
         () = drain.cancelled() => {}
         () = aged => {}
+        limit = life.too_long(limits) => counts.limits(Port::Grpc, limit),
     }
     connection.as_mut().graceful_shutdown();
-    connection.await.map(drop)
+    life.close(connection).await
 }
 
 /// Both ends of a stream.
-trait Io: AsyncRead + AsyncWrite + Send {}
+trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl<T: AsyncRead + AsyncWrite + Send> Io for T {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
 /// Shakes hands, where TLS is spoken, and waits for the preface, both within
 /// their time.
 async fn open(
     stream: TcpStream,
     tls: Option<&Arc<ServerTls>>,
-) -> io::Result<(Pin<Box<dyn Io>>, Option<ClientName>)> {
-    let late = |_| io::Error::other("a connection without a word");
-    let Some(tls) = tls else {
-        let (read, write) = stream.into_split();
-        let io = timeout(PREFACE_TIMEOUT, preface(read, write));
-        return Ok((io.await.map_err(late)??, None));
+    first_request: Duration,
+    counts: &Counts,
+) -> io::Result<(Box<dyn Io>, Option<ClientName>)> {
+    let (mut io, client): (Box<dyn Io>, _) = match tls {
+        None => (Box::new(stream), None),
+        Some(tls) => {
+            let shaken = tls.accept(stream).await;
+            let (stream, client) = shaken.inspect_err(|error| {
+                if error.kind() == io::ErrorKind::TimedOut {
+                    counts.limits(Port::Grpc, Limit::Handshake);
+                }
+            })?;
+            (Box::new(stream), client)
+        }
     };
-    let (stream, client) = tls.accept(stream).await?;
-    let (read, write) = tokio::io::split(stream);
-    let io = timeout(PREFACE_TIMEOUT, preface(read, write));
-    Ok((io.await.map_err(late)??, client))
+    match timeout(PREFACE_TIMEOUT.min(first_request), preface(&mut io)).await {
+        Ok(spoken) => spoken?,
+        Err(_) => {
+            counts.limits(Port::Grpc, Limit::Handshake);
+            return Err(io::Error::other("a connection without a word"));
+        }
+    }
+    Ok((io, client))
 }
 
-/// Waits for the preface and gives a stream that begins with it. hyper waits for
-/// it without bound, a drain included: who connects and says nothing (a port
-/// scan, a probe of a load balancer) would hold up every shutdown.
-async fn preface(
-    mut read: impl AsyncRead + Send + Unpin + 'static,
-    write: impl AsyncWrite + Send + Unpin + 'static,
-) -> io::Result<Pin<Box<dyn Io>>> {
+/// Waits for the preface. hyper waits for it without bound, a drain included: who
+/// connects and says nothing (a port scan, a probe of a load balancer) would hold
+/// up every shutdown.
+async fn preface(io: &mut (impl AsyncRead + Unpin)) -> io::Result<()> {
     let mut preface = [0; PREFACE.len()];
-    read.read_exact(&mut preface).await?;
+    io.read_exact(&mut preface).await?;
     if preface[..] != *PREFACE {
         return Err(io::Error::other("it does not speak HTTP/2"));
     }
-    // hyper wants it movable; a stream that is read from two halves is not.
-    Ok(Box::pin(tokio::io::join(PREFACE.chain(read), write)))
+    Ok(())
+}
+
+/// The bound that HTTP/2 itself keeps. Twice what is taken: between them the answer
+/// says why.
+fn h2_header_bytes(limits: &Limits) -> u32 {
+    limits.header_bytes.saturating_mul(2)
 }
 
 fn connection<S, B>(
-    io: Pin<Box<dyn Io>>,
+    io: Watched<Box<dyn Io>>,
     (peer, client): (Peer, Option<ClientName>),
     service: S,
     limits: Limits,
+    life: Arc<Life>,
 ) -> impl GracefulConnection<Error = hyper::Error> + Send
 where
     S: Service<http::Request<tonic::body::Body>, Response = http::Response<B>, Error = Infallible>
@@ -194,7 +220,7 @@ where
         + Send
         + 'static,
     S::Future: Send,
-    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B: http_body::Body<Data = Bytes> + Send + Unpin + 'static,
     B::Error: Into<BoxError>,
 {
     let service = service_fn(move |mut request: http::Request<Incoming>| {
@@ -202,7 +228,14 @@ where
         if let Some(client) = &client {
             request.extensions_mut().insert(client.clone());
         }
-        service.clone().oneshot(request.map(tonic::body::Body::new))
+        let stream = life.open();
+        let answer = service
+            .clone()
+            .oneshot(request.map(tonic::body::Body::new));
+        async move {
+            let answer = answer.await?;
+            Ok::<_, Infallible>(answer.map(|body| Answer::new(body, stream)))
+        }
     });
     http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
@@ -210,13 +243,13 @@ where
         .max_frame_size(MAX_FRAME)
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
-        .max_header_list_size(MAX_HEADER_LIST)
+        .max_header_list_size(h2_header_bytes(&limits))
         .keep_alive_interval(KEEPALIVE)
         .keep_alive_timeout(KEEPALIVE_TIMEOUT)
         // Streams that were reset before they were looked at: more end the connection
         // (rapid reset), and with it every other call on the channel. As many as may
         // be open may be given up at once: a trainer does that to a whole batch, and
-        // all clients do after a stall of ours.
+        // all clients do after a stall of ours. How fast they come is `control`'s.
         .max_pending_accept_reset_streams(usize::try_from(limits.max_streams).ok())
         .max_local_error_reset_streams(MAX_LOCAL_RESETS)
         .serve_connection(TokioIo::new(io), service)
@@ -238,8 +271,19 @@ mod tests {
         let service = tower::service_fn(|_| async {
             Ok::<_, Infallible>(http::Response::new(tonic::body::Body::empty()))
         });
-        let limits = Limits { max_streams: 1 };
-        let served = tokio::spawn(serve(listener, service, limits, None, drain.clone()));
+        let limits = Limits {
+            max_streams: 1,
+            ..Limits::default()
+        };
+        let served = serve(
+            listener,
+            service,
+            limits,
+            None,
+            Arc::default(),
+            drain.clone(),
+        );
+        let served = tokio::spawn(served);
         let silent = TcpStream::connect(address).await.unwrap();
         let mut slow = TcpStream::connect(address).await.unwrap();
         slow.write_all(&PREFACE[..7]).await.unwrap();
