@@ -101,7 +101,8 @@ impl ServerTls {
         let server = Arc::clone(&self.current.load().server);
         let shaking = TlsAcceptor::from(server).accept(stream);
         let shaken = tokio::time::timeout(self.config.handshake_timeout, shaking).await;
-        let stream = shaken.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no handshake in time"))??;
+        let stream = shaken
+            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no handshake in time"))??;
         let chain = stream.get_ref().1.peer_certificates();
         let client = chain.and_then(|chain| {
             let name = uri_of(chain.first()?);

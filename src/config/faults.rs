@@ -164,10 +164,7 @@ impl Config {
         let (limits, admin) = (&self.limits, &self.admin_limits);
         for (option, value) in [
             ("max-connections", limits.connections.all),
-            (
-                "max-connections-per-address",
-                limits.connections.of_address,
-            ),
+            ("max-connections-per-address", limits.connections.of_address),
             ("admin-max-connections", admin.connections.all),
             (
                 "admin-max-connections-per-address",

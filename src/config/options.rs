@@ -245,7 +245,11 @@ pub struct Options {
     pub admin_max_connections: Option<usize>,
 
     /// Likewise, of one address. [default: 128]
-    #[arg(long, env = "BERTH_ADMIN_MAX_CONNECTIONS_PER_ADDRESS", value_name = "N")]
+    #[arg(
+        long,
+        env = "BERTH_ADMIN_MAX_CONNECTIONS_PER_ADDRESS",
+        value_name = "N"
+    )]
     pub admin_max_connections_per_address: Option<usize>,
 
     /// On SIGTERM, calls in flight may take so long to finish. [default: 30s]

@@ -98,7 +98,8 @@ impl Acceptor {
         }
     }
 
-    /// Waits where it would fail again at once: never a loop that spins.
+    /// Waits where it would fail again at once: never a loop that spins. Who drops
+    /// the wait because a connection has ended is right to try again.
     async fn failed(&mut self, error: &io::Error) {
         self.counts.fails_to_accept(self.port);
         // The connection's fault: the next one is another.

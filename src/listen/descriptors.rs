@@ -25,8 +25,7 @@ pub fn raise(connections: usize) {
     {
         warn!(
             files,
-            connections,
-            "fewer files may be open than max-connections needs: raise `ulimit -n`"
+            connections, "fewer files may be open than max-connections needs: raise `ulimit -n`"
         );
     }
 }

@@ -70,8 +70,12 @@ impl Life {
     /// Until it was without a first request, or without an open stream, for too
     /// long. It is looked at when that could be, not at each request.
     pub(super) async fn too_long(&self, limits: &Limits) -> Limit {
-        sleep_until(self.began + limits.first_request).await;
-        if !self.seen.load(Ordering::Relaxed) {
+        let seen = || self.seen.load(Ordering::Relaxed);
+        sleep_until(self.began + limits.first_request.min(limits.idle)).await;
+        if !seen() {
+            sleep_until(self.began + limits.first_request).await;
+        }
+        if !seen() {
             return Limit::FirstRequest;
         }
         loop {

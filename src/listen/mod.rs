@@ -229,9 +229,7 @@ where
             request.extensions_mut().insert(client.clone());
         }
         let stream = life.open();
-        let answer = service
-            .clone()
-            .oneshot(request.map(tonic::body::Body::new));
+        let answer = service.clone().oneshot(request.map(tonic::body::Body::new));
         async move {
             let answer = answer.await?;
             Ok::<_, Infallible>(answer.map(|body| Answer::new(body, stream)))

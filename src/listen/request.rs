@@ -46,10 +46,7 @@ impl<S> Bounded<S> {
 
 impl<S> Service<http::Request<tonic::body::Body>> for Bounded<S>
 where
-    S: Service<
-            http::Request<tonic::body::Body>,
-            Response = http::Response<tonic::body::Body>,
-        >,
+    S: Service<http::Request<tonic::body::Body>, Response = http::Response<tonic::body::Body>>,
 {
     type Response = S::Response;
     type Error = S::Error;

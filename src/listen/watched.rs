@@ -227,3 +227,55 @@ impl<S> Drop for Watched<S> {
         self.counts.gives_back(self.held);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt, duplex},
+        time::Instant,
+    };
+
+    use super::*;
+    use crate::listen::frames::{PING, write};
+
+    #[tokio::test(start_paused = true)]
+    async fn who_does_not_stop_flooding_is_told_to_calm_down_and_ended() {
+        let counts = Arc::new(Counts::default());
+        let (mut client, server) = duplex(64 << 10);
+        let limits = Limits::default();
+        let mut watched = Watched::new(server, &limits, Life::new(), Arc::clone(&counts));
+        let begun = Instant::now();
+        let reading = async {
+            let mut bytes = vec![0; 8 << 10];
+            loop {
+                if let Err(error) = watched.read(&mut bytes).await {
+                    return error.to_string();
+                }
+            }
+        };
+        let pings = write(PING, 0, 0, &[0; 8]).repeat(1000);
+        let flood = async {
+            client
+                .write_all(&write(HEADERS, 4, 7, b"\x83"))
+                .await
+                .unwrap();
+            loop {
+                client.write_all(&pings).await.unwrap();
+            }
+        };
+        let error = tokio::select! {
+            error = reading => error,
+            () = flood => unreachable!(),
+        };
+        assert!(error.contains("control_frames"), "{error}");
+        assert!(begun.elapsed() >= Duration::from_secs(30));
+        assert_eq!(counts.limited(Port::Grpc, Limit::ControlFrames), 1);
+        assert_eq!(counts.throttled(), 1);
+        drop(watched);
+        let mut said = Vec::new();
+        client.read_to_end(&mut said).await.unwrap();
+        assert_eq!(said, goaway(7, ENHANCE_YOUR_CALM, "control_frames"));
+    }
+}

@@ -2,11 +2,7 @@
 
 use std::{fmt, sync::Arc};
 
-use prometheus_client::{
-    collector::Collector,
-    encoding::DescriptorEncoder,
-    registry::Unit,
-};
+use prometheus_client::{collector::Collector, encoding::DescriptorEncoder, registry::Unit};
 
 use super::families::Page;
 use crate::listen::limits::{Counts, Limit, Port, RequestLimit};
