@@ -175,7 +175,7 @@ async fn once(flood: Flood, n: u64, stream: TcpStream, counts: &Counts) -> std::
                     }
                 }
                 // Half of these begin within the preface, half within the headers.
-                let begun = if n % 4 == 0 { 0 } else { hello.len() };
+                let begun = if n.is_multiple_of(4) { 0 } else { hello.len() };
                 write.write_all(&way[..begun]).await?;
                 for byte in &way[begun..] {
                     slow.tick().await;

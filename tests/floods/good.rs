@@ -7,7 +7,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use berth::{
@@ -18,7 +18,7 @@ use berth::{
     },
     sidecar::{Sidecar, SidecarConfig},
 };
-use tokio::task::JoinSet;
+use tokio::{task::JoinSet, time::Instant};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::transport::Channel;
 

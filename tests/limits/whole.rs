@@ -1,9 +1,8 @@
 //! The process as a whole: its open files, and its end.
 
-use std::{
-    process::Command,
-    time::{Duration, Instant},
-};
+use std::{process::Command, time::Duration};
+
+use tokio::time::Instant;
 
 use crate::{
     plane::SAMPLE,
@@ -13,16 +12,16 @@ use crate::{
 };
 
 /// Under these `ulimit`s.
-fn start(ulimit: &str, options: &[&str]) -> Served {
+async fn start(ulimit: &str, options: &[&str]) -> Served {
     let script = format!("{ulimit}; exec \"$0\" \"$@\"");
     let mut command = Command::new("sh");
     command.args(["-c", &script, env!("CARGO_BIN_EXE_berth")]);
-    Served::start(command, options)
+    Served::start(command, options).await
 }
 
 #[tokio::test]
 async fn it_takes_as_many_files_as_it_may() {
-    let plane = start("ulimit -Sn 64", &[]);
+    let plane = start("ulimit -Sn 64", &[]).await;
     let mut wires = Vec::new();
     for _ in 0..150 {
         wires.push(Wire::open(plane.grpc).await);
@@ -33,7 +32,7 @@ async fn it_takes_as_many_files_as_it_may() {
 
 #[tokio::test]
 async fn without_a_file_left_it_waits_and_serves_again() {
-    let plane = start("ulimit -n 64", &[]);
+    let plane = start("ulimit -n 64", &[]).await;
     let begun = Instant::now();
     let mut wires = Vec::new();
     for _ in 0..80 {
@@ -60,7 +59,7 @@ async fn without_a_file_left_it_waits_and_serves_again() {
 
 #[tokio::test]
 async fn a_shutdown_waits_for_nobody_who_asks_nothing() {
-    let mut plane = start("true", &["--drain-timeout", "1h"]);
+    let mut plane = start("true", &["--drain-timeout", "1h"]).await;
     let silent = Wire::connect(plane.grpc).await;
     let mut slow = Wire::connect(plane.grpc).await;
     slow.send(&wire::PREFACE[..5]).await;
@@ -77,7 +76,7 @@ async fn a_shutdown_waits_for_nobody_who_asks_nothing() {
 
 #[tokio::test]
 async fn a_shutdown_with_slow_requests_ends_within_its_bound() {
-    let mut plane = start("true", &["--drain-timeout", "500ms"]);
+    let mut plane = start("true", &["--drain-timeout", "500ms"]).await;
     let mut wires = Vec::new();
     for _ in 0..20 {
         let mut wire = Wire::open(plane.grpc).await;

@@ -3,8 +3,10 @@
 use std::{
     net::SocketAddr,
     process::{Command, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
+
+use tokio::time::{Instant, sleep};
 
 use crate::process::Process;
 
@@ -17,7 +19,7 @@ pub struct Served {
 
 impl Served {
     /// Runs `command` with the arguments of `berth serve` and these options.
-    pub fn start(mut command: Command, options: &[&str]) -> Self {
+    pub async fn start(mut command: Command, options: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log");
         let variables = std::env::vars().filter(|(name, _)| name.starts_with("BERTH_"));
@@ -54,7 +56,7 @@ impl Served {
                     _dir: dir,
                 };
             }
-            std::thread::sleep(Duration::from_millis(20));
+            sleep(Duration::from_millis(20)).await;
         }
     }
 }

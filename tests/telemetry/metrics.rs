@@ -272,7 +272,7 @@ async fn both_forms_are_well_formed_and_in_base_units() {
         for label in family.labels() {
             let known = [
                 "method", "code", "reason", "layer", "outcome", "failure", "how", "awaited",
-                "state", "cause", "replica", "rank", "model", "version",
+                "state", "cause", "replica", "rank", "model", "version", "port", "limit",
             ];
             assert!(known.contains(&&*label), "{label} of {name}");
         }
