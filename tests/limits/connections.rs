@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use berth::listen::limits::Connections;
+use berth::{auth::TlsConfig, harness::playground, listen::limits::Connections, server::Server};
 
 use crate::{
     plane::{Plane, SAMPLE, request},
+    wait::eventually,
     wire::{self, ENHANCE_YOUR_CALM, NO_ERROR, PING, SETTINGS, Wire, frame},
 };
 
@@ -83,7 +84,7 @@ async fn an_idle_connection_ends_and_its_client_makes_another() {
     plane.serves().await;
     // The sidecar's beats are further apart, so its connection may be the first.
     let ended = "berth_connections_limited_total{port=\"grpc\",limit=\"idle\"}";
-    crate::wait::eventually("it ends", async || plane.metric(ended).await >= 2.0).await;
+    eventually("it ends", async || plane.metric(ended).await >= 2.0).await;
     plane.serves().await;
 }
 
@@ -129,4 +130,31 @@ async fn a_frame_of_headers_beyond_measure_is_not_waited_for() {
         .await;
     wire.send(&wire::ping()).await;
     wire.until(PING).await;
+}
+
+#[tokio::test]
+async fn who_shakes_no_hands_in_time_is_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let (cert, key) = (dir.path().join("cert.pem"), dir.path().join("key.pem"));
+    let own = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+    std::fs::write(&cert, own.cert.pem()).unwrap();
+    std::fs::write(&key, own.signing_key.serialize_pem()).unwrap();
+    let mut config = playground::config(None);
+    config.auth.tls = Some(TlsConfig {
+        cert,
+        key,
+        client_ca: None,
+        require_client_cert: false,
+        handshake_timeout: Duration::from_millis(300),
+        connection_age: Duration::from_secs(600),
+    });
+    let server = Server::start(config).await.unwrap();
+    let mut silent = Wire::connect(server.grpc_address()).await;
+    assert_eq!(silent.rest().await, b"");
+    let series = "berth_connections_limited_total{port=\"grpc\",limit=\"handshake\"}";
+    eventually("it is counted", async || {
+        (wire::metric(server.admin_address(), series).await - 1.0).abs() < f64::EPSILON
+    })
+    .await;
+    server.stop().await.unwrap();
 }
