@@ -236,7 +236,7 @@ pub struct Options {
 
     /// HTTP/2 frames a second of one connection that carry no request, as pings and resets, and
     /// that answer nothing of ours. A connection with more is read from more slowly, and ended
-    /// after 30 s of it. [default: 1000]
+    /// after 30 s of it. [default: 500]
     #[arg(long, env = "BERTH_MAX_CONTROL_FRAMES", value_name = "N")]
     pub max_control_frames: Option<u32>,
 

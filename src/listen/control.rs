@@ -20,7 +20,7 @@ use super::{
 };
 
 /// Seconds of frames that may come at once, of a connection that was quiet.
-const SAVED: f64 = 4.0;
+const SAVED: f64 = 8.0;
 /// Likewise, of a new one: who connects anew gains nothing.
 const AT_FIRST: f64 = 0.25;
 /// A pause is at least so long: not a timer for each frame.
@@ -183,7 +183,7 @@ mod tests {
         }
         poll_fn(|cx| control.poll_ready(cx)).await.unwrap();
         assert!(control.is_noisy());
-        tokio::time::sleep(Duration::from_secs(3)).await;
+        tokio::time::sleep(Duration::from_secs(5)).await;
         poll_fn(|cx| control.poll_ready(cx)).await.unwrap();
         assert!(!control.is_noisy());
     }

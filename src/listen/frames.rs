@@ -93,6 +93,11 @@ impl Scanner {
         self.read == 0
     }
 
+    /// Whether the frame that is not whole yet is one of DATA.
+    pub(super) fn is_within_data(&self) -> bool {
+        self.read == HEAD && self.frame().kind == DATA
+    }
+
     /// Bytes of the frame that is not whole yet, where it carries at least `least`.
     pub(super) fn unfinished(&self, least: u32) -> u32 {
         if self.read < HEAD {
@@ -197,7 +202,7 @@ mod tests {
     fn what_of_a_large_frame_has_come_is_known() {
         let bytes = write(DATA, 0, 1, &[0; 100]);
         let (_, scanner) = told(&[&bytes[..49]]);
-        assert!(!scanner.is_between());
+        assert!(!scanner.is_between() && scanner.is_within_data());
         assert_eq!(scanner.unfinished(100), 40);
         assert_eq!(scanner.unfinished(101), 0);
         let (_, scanner) = told(&[&bytes]);

@@ -26,7 +26,7 @@ pub struct Limits {
     /// whole.
     pub unfinished_bytes: u64,
     /// Frames of one connection in a second that carry no request: pings, settings,
-    /// resets, window updates, priorities. Two more for each frame of an answer.
+    /// resets, window updates, priorities; three more for each frame of an answer.
     pub control_frames: u32,
 }
 
@@ -45,7 +45,7 @@ impl Default for Limits {
             body: Duration::from_secs(60),
             header_bytes: 16 << 10,
             unfinished_bytes: 2 << 30,
-            control_frames: 1000,
+            control_frames: 500,
         }
     }
 }

@@ -127,6 +127,10 @@ impl<S> Watched<S> {
                 _ => {}
             }
         });
+        // A large one may take its time.
+        if written.is_within_data() {
+            life.answers();
+        }
     }
 }
 

@@ -10,6 +10,9 @@
 //!   cargo test --release --test floods -- --nocapture
 //! ```
 //!
+//! `BERTH_FLOOD_RATE` sets the frames a second of all flooders (pings 20,000, calls
+//! that are reset 5,000), `BERTH_FLOOD_OPTIONS` more options of the server.
+//!
 //! It prints the latencies of good traffic and the server's memory, and fails
 //! where the p99 doubles, or memory grows by 200 MB or does not come back.
 #![allow(
@@ -104,7 +107,9 @@ async fn good_traffic_is_served_through_floods() {
     let binary = std::env::var("BERTH_FLOOD_BINARY")
         .unwrap_or_else(|_| env!("CARGO_BIN_EXE_berth").to_owned());
     // What floods leave behind is gone before the rest is over.
-    let options = ["--first-request-timeout", "20s", "--body-timeout", "20s"];
+    let mut options = vec!["--first-request-timeout", "20s", "--body-timeout", "20s"];
+    let more = std::env::var("BERTH_FLOOD_OPTIONS").unwrap_or_default();
+    options.extend(more.split_whitespace());
     let server = Served::start(Command::new(binary), &options).await;
     let pid = server.process.0.id();
     // The flood's and good traffic's own sockets.
