@@ -42,6 +42,13 @@ pub enum Flood {
 impl Flood {
     pub const ALL: [Self; 4] = [Self::Idle, Self::ByteASecond, Self::Resets, Self::Pings];
 
+    /// All are, where none is named.
+    pub fn is_wanted(self) -> bool {
+        let name = format!("{self:?}").to_lowercase();
+        let named = std::env::var("BERTH_FLOODS").ok();
+        named.is_none_or(|named| named.split(',').any(|wanted| wanted == name))
+    }
+
     /// Of the long form.
     fn connections(self) -> u64 {
         match self {

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! `BERTH_FLOOD_RATE` sets the frames a second of all flooders (pings 20,000, calls
-//! that are reset 5,000), `BERTH_FLOOD_OPTIONS` more options of the server.
+//! that are reset 5,000), `BERTH_FLOOD_OPTIONS` more options of the server,
+//! `BERTH_FLOODS` those that are wanted, as "idle,pings".
 //!
 //! It prints the latencies of good traffic and the server's memory, and fails
 //! where the p99 doubles, or memory grows by 200 MB or does not come back.
@@ -118,20 +119,28 @@ async fn good_traffic_is_served_through_floods() {
     // The first requests fill caches and allocators.
     good.run(long.min(Duration::from_secs(5))).await;
 
-    let quiet = part(&good, pid, long).await;
     let before = resident(pid);
-    println!("quiet: {}, {:.2} of a core", quiet.latencies, quiet.busy);
+    let quiet = part(&good, pid, long).await;
+    println!(
+        "quiet: {}, {:.2} of a core; memory {} MB before, {} after",
+        quiet.latencies,
+        quiet.busy,
+        before / MB,
+        resident(pid) / MB,
+    );
     let mut faults = Vec::new();
-    for flood in Flood::ALL {
+    for flood in Flood::ALL.into_iter().filter(|flood| flood.is_wanted()) {
+        let before = resident(pid);
         let flooder = Flooder::start(flood, server.grpc, is_long);
         let during = part(&good, pid, long).await;
         let done = flooder.stop();
         let rested = part(&good, pid, rest).await;
         let after = resident(pid);
+        let open = wire::metric(server.admin, "berth_connections{port=\"grpc\"}").await;
         let ratio = during.latencies.p99() / quiet.latencies.p99();
         println!(
             "{flood:?} ({done}): {}, {:.2} of a core, p99 x {ratio:.2}; then {}; \
-             memory {} MB before, {} at its peak, {} after",
+             memory {} MB before, {} at its peak, {} after; {open} connections left",
             during.latencies,
             during.busy,
             rested.latencies,
