@@ -188,7 +188,8 @@ pub struct Options {
     #[arg(long, env = "BERTH_TENANT_MAX_BYTES", value_name = "N")]
     pub tenant_max_bytes: Option<u64>,
 
-    /// Calls of one tenant that wait at most; more are refused. [default: 4096]
+    /// Calls of one tenant that wait at most, for their turn or for weights before it; more are
+    /// refused. [default: 4096]
     #[arg(long, env = "BERTH_TENANT_QUEUE", value_name = "N")]
     pub tenant_queue: Option<usize>,
 

@@ -5,8 +5,9 @@
 //! - who waits is served round robin among tenants, by priority and then in order
 //!   of arrival within one, each tenant charged for its samples: what one offers
 //!   does not lengthen the wait of another;
-//! - a queue is bounded; where it is full, or the wait would outlast the caller's
-//!   deadline, the call is refused at once.
+//! - a queue is bounded, with those who wait for weights before they may stand in
+//!   it; where it is full, or the wait would outlast the caller's deadline, the
+//!   call is refused at once.
 //!
 //! A caller that joins a running generation takes no place: the generation has
 //! one. Heartbeats, health checks and operators do not come this way.
@@ -26,7 +27,11 @@ use tokio::{sync::oneshot, time::Instant};
 use tower::Service;
 
 use self::fair::{Cost, Fair, Ticket};
-use super::{counters::Counters, idempotency::Samples, resolve::ResolvedWork};
+use super::{
+    counters::Counters,
+    idempotency::{Samples, Work},
+    resolve::ResolvedWork,
+};
 use crate::{
     call::Prompt,
     error::{Error, Reason},
@@ -42,7 +47,7 @@ pub struct AdmissionConfig {
     pub tenant_samples: u64,
     /// Bytes of prompts in flight of one tenant; as many may wait.
     pub tenant_bytes: u64,
-    /// Calls of one tenant that wait.
+    /// Calls of one tenant that wait, for their turn or for weights before it.
     pub tenant_queue: usize,
 }
 
@@ -74,6 +79,14 @@ pub struct Permit {
     tenant: Tenant,
     cost: Cost,
     since: Instant,
+}
+
+/// A place among those who wait for weights, left when it is dropped.
+#[derive(Debug)]
+pub(super) struct Parked {
+    admission: Arc<Admission>,
+    tenant: Tenant,
+    cost: Cost,
 }
 
 /// A place in the queue, left when it is dropped.
@@ -138,6 +151,35 @@ impl Admission {
         waiting.turn().await
     }
 
+    /// A place for work that waits for weights and may not stand in the queue yet.
+    ///
+    /// # Errors
+    /// TENANT_BUSY, at once.
+    pub(super) fn park(
+        self: &Arc<Self>,
+        work: &Work,
+        counters: &Counters,
+    ) -> Result<Parked, Error> {
+        self.park_as(&work.call.call().tenant, cost(work), counters)
+    }
+
+    fn park_as(
+        self: &Arc<Self>,
+        tenant: &Tenant,
+        cost: Cost,
+        counters: &Counters,
+    ) -> Result<Parked, Error> {
+        if !self.lock().park(tenant, cost) {
+            counters.refused_by_admission.one();
+            return Err(busy(false, RETRY_MOST));
+        }
+        Ok(Parked {
+            admission: Arc::clone(self),
+            tenant: tenant.clone(),
+            cost,
+        })
+    }
+
     fn permit(self: &Arc<Self>, tenant: Tenant, cost: Cost) -> Permit {
         Permit {
             admission: Arc::clone(self),
@@ -168,6 +210,12 @@ impl Drop for Permit {
         let held = self.since.elapsed();
         self.admission.lock().leave(&self.tenant, self.cost, held);
         self.admission.serve();
+    }
+}
+
+impl Drop for Parked {
+    fn drop(&mut self) {
+        self.admission.lock().unpark(&self.tenant, self.cost);
     }
 }
 
@@ -236,7 +284,7 @@ where
         let (admission, counters) = (Arc::clone(&self.admission), Arc::clone(&self.counters));
         Box::pin(async move {
             let call = resolved.work.call.call();
-            let cost = cost(&resolved);
+            let cost = cost(&resolved.work);
             let entering =
                 admission.enter(&call.tenant, cost, call.priority, call.deadline, &counters);
             let permit = resolved.work.generation.unless_stopped(entering).await??;
@@ -248,9 +296,9 @@ where
 }
 
 /// What is left of it to do.
-fn cost(resolved: &ResolvedWork) -> Cost {
-    let params = resolved.work.call.params();
-    let done = u64::try_from(resolved.work.start.finished.len()).unwrap_or(u64::MAX);
+fn cost(work: &Work) -> Cost {
+    let params = work.call.params();
+    let done = u64::try_from(work.start.finished.len()).unwrap_or(u64::MAX);
     let bytes = match &params.prompt {
         Prompt::Tokens(ids) => size_of_val(&ids[..]),
         Prompt::Text(text) => text.len(),

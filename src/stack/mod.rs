@@ -152,7 +152,7 @@ pub fn assemble(parts: &Parts, config: StackConfig) -> Stack {
         .layer_fn(|inner| idempotency::Idempotency::new(inner, parts, config))
         .layer_fn(measured!(Resolve))
         // What is wrong with the request for this fleet.
-        .layer_fn(|inner| resolve::Resolve::new(inner, Arc::clone(&parts.fleet)))
+        .layer_fn(|inner| resolve::Resolve::new(inner, parts))
         .layer_fn(measured!(Admission))
         // Who is next, where more is asked for than may be in flight. Below what
         // answers without an engine.

@@ -10,7 +10,12 @@ use std::{
 use futures_util::future::BoxFuture;
 use tower::Service;
 
-use super::idempotency::{Samples, Work};
+use super::{
+    Parts,
+    admission::Admission,
+    counters::Counters,
+    idempotency::{Samples, Work},
+};
 use crate::{
     call::{Prompt, SampleCall, SampleParams},
     error::{Error, Reason, Violation},
@@ -36,12 +41,19 @@ pub struct ResolvedWork {
 pub struct Resolve<S> {
     inner: S,
     fleet: Arc<Fleet>,
+    admission: Arc<Admission>,
+    counters: Arc<Counters>,
 }
 
 impl<S> Resolve<S> {
     /// Before `inner`.
-    pub fn new(inner: S, fleet: Arc<Fleet>) -> Self {
-        Self { inner, fleet }
+    pub fn new(inner: S, parts: &Parts) -> Self {
+        Self {
+            inner,
+            fleet: Arc::clone(&parts.fleet),
+            admission: Arc::clone(&parts.admission),
+            counters: Arc::clone(&parts.counters),
+        }
     }
 }
 
@@ -60,15 +72,21 @@ where
 
     fn call(&mut self, work: Work) -> Self::Future {
         let fleet = Arc::clone(&self.fleet);
+        let (admission, counters) = (Arc::clone(&self.admission), Arc::clone(&self.counters));
         let mut inner = self.inner.clone();
         Box::pin(async move {
             let params = work.call.params();
             let mut changes = fleet.changes();
+            // What waits here stands in no queue, but its prompt is held all the same.
+            let mut parked = None;
             let needs = loop {
                 match resolve(&fleet.snapshot(), work.call.call()) {
                     Err(error)
                         if error.reason == Reason::WeightsNotServed && params.weights.wait =>
                     {
+                        if parked.is_none() {
+                            parked = Some(admission.park(&work, &counters)?);
+                        }
                         let changed = changes.changed();
                         if work.generation.unless_stopped(changed).await?.is_err() {
                             return Err(error);
@@ -77,6 +95,7 @@ where
                     resolved => break resolved?,
                 }
             };
+            drop(parked);
             inner
                 .call(ResolvedWork {
                     work,

@@ -2,7 +2,7 @@
 
 use berth::proto::{
     CancelSampleRequest, GetPinRequest, GetSampleRequest, Pin, PurgeTenantRequest, RouteReason,
-    SampleRequest,
+    SampleRequest, WeightsConstraint, weights_constraint::Constraint,
 };
 
 use berth::engine::sim::SimConfig;
@@ -214,5 +214,55 @@ async fn what_a_tenant_may_have_in_flight_is_its_own() {
         world.sample("trainer-a", request(1, 2)).await.is_ok()
     })
     .await;
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn those_who_wait_for_weights_are_as_many_as_may_wait_for_their_turn() {
+    let world = World::with(1, SimConfig::instant(), |_, config| {
+        config.stack.admission.tenant_queue = 2;
+    })
+    .await;
+    let later = || SampleRequest {
+        weights: Some(WeightsConstraint {
+            constraint: Some(Constraint::AtLeast(9)),
+            wait: true,
+        }),
+        ..request(1, 2)
+    };
+    let calls = |who: &'static str, count: usize| {
+        let mut calls = tokio::task::JoinSet::new();
+        for _ in 0..count {
+            let mut client = world.sampling(who);
+            calls.spawn(async move { client.sample(later()).await });
+        }
+        calls
+    };
+    let mut of_a = calls("trainer-a", 5);
+    // Three are too many, whichever they are.
+    for _ in 0..3 {
+        let status = of_a.join_next().await.unwrap().unwrap().unwrap_err();
+        assert_eq!(why::<()>(Err(status.clone())), "TENANT_BUSY");
+        let told = tonic_types::StatusExt::get_details_retry_info(&status);
+        assert!(told.unwrap().retry_delay.is_some());
+    }
+    // What waits so is in nobody's way.
+    world.sample("trainer-a", request(1, 2)).await.unwrap();
+    let mut of_b = calls("trainer-b", 3);
+    let status = of_b.join_next().await.unwrap().unwrap().unwrap_err();
+    assert_eq!(why::<()>(Err(status)), "TENANT_BUSY");
+
+    world.engine().set_weight_version("9", false);
+    for served in of_a
+        .join_all()
+        .await
+        .into_iter()
+        .chain(of_b.join_all().await)
+    {
+        served.unwrap();
+    }
+    // Their places are free again.
+    let mut again = calls("trainer-a", 2);
+    again.join_next().await.unwrap().unwrap().unwrap();
     world.stop().await;
 }

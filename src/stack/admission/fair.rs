@@ -23,6 +23,27 @@ pub(super) struct Cost {
     pub(super) bytes: u64,
 }
 
+impl Cost {
+    const NONE: Self = Self {
+        samples: 0,
+        bytes: 0,
+    };
+
+    fn and(self, other: Self) -> Self {
+        Self {
+            samples: self.samples.saturating_add(other.samples),
+            bytes: self.bytes.saturating_add(other.bytes),
+        }
+    }
+
+    fn less(self, other: Self) -> Self {
+        Self {
+            samples: self.samples.saturating_sub(other.samples),
+            bytes: self.bytes.saturating_sub(other.bytes),
+        }
+    }
+}
+
 /// A place in a tenant's queue: greater priority first, then the earlier one.
 pub(super) type Ticket = (Reverse<i32>, u64);
 
@@ -47,6 +68,10 @@ struct Share<G> {
     bytes: u64,
     queue: BTreeMap<Ticket, (Cost, G)>,
     queued: Cost,
+    /// Calls that wait for something else than their turn.
+    parked: usize,
+    /// What they will take.
+    apart: Cost,
     time: u64,
 }
 
@@ -56,10 +81,9 @@ impl<G> Default for Share<G> {
             samples: 0,
             bytes: 0,
             queue: BTreeMap::new(),
-            queued: Cost {
-                samples: 0,
-                bytes: 0,
-            },
+            queued: Cost::NONE,
+            parked: 0,
+            apart: Cost::NONE,
             time: 0,
         }
     }
@@ -74,7 +98,11 @@ impl<G> Share<G> {
     }
 
     fn is_idle(&self) -> bool {
-        self.samples == 0 && self.bytes == 0 && self.queue.is_empty()
+        self.samples == 0 && self.bytes == 0 && self.waiting() == 0
+    }
+
+    fn waiting(&self) -> usize {
+        self.queue.len() + self.parked
     }
 }
 
@@ -103,9 +131,9 @@ impl<G> Fair<G> {
 
     /// Samples of a tenant in flight and waiting.
     pub(super) fn of(&self, tenant: &Tenant) -> u64 {
-        self.tenants
-            .get(tenant)
-            .map_or(0, |share| share.samples + share.queued.samples)
+        self.tenants.get(tenant).map_or(0, |share| {
+            share.samples + share.queued.and(share.apart).samples
+        })
     }
 
     /// Whether a call may begin at once: it fits, and nobody waits before it. Those
@@ -132,9 +160,29 @@ impl<G> Fair<G> {
         let Some(share) = self.tenants.get(tenant) else {
             return self.config.tenant_queue > 0;
         };
-        let bytes = share.queued.bytes.saturating_add(cost.bytes);
-        share.queue.len() < self.config.tenant_queue
-            && (share.queue.is_empty() || bytes <= self.config.tenant_bytes)
+        let bytes = share.queued.and(share.apart).and(cost).bytes;
+        share.waiting() < self.config.tenant_queue
+            && (share.waiting() == 0 || bytes <= self.config.tenant_bytes)
+    }
+
+    /// One more waits for something else than its turn. It has a place among those
+    /// who wait, and is before nobody. False: there is no room.
+    pub(super) fn park(&mut self, tenant: &Tenant, cost: Cost) -> bool {
+        let room = self.has_room(tenant, cost);
+        if room {
+            let share = self.share(tenant);
+            share.parked += 1;
+            share.apart = share.apart.and(cost);
+        }
+        room
+    }
+
+    /// It waits no more.
+    pub(super) fn unpark(&mut self, tenant: &Tenant, cost: Cost) {
+        let share = self.share(tenant);
+        share.parked = share.parked.saturating_sub(1);
+        share.apart = share.apart.less(cost);
+        self.forget_if_idle(tenant);
     }
 
     /// How long a call would wait, as far as can be told: so many samples are
@@ -170,8 +218,7 @@ impl<G> Fair<G> {
         if first {
             share.time = share.time.max(now);
         }
-        share.queued.samples = share.queued.samples.saturating_add(cost.samples);
-        share.queued.bytes = share.queued.bytes.saturating_add(cost.bytes);
+        share.queued = share.queued.and(cost);
         share.queue.insert(ticket, (cost, grant));
         self.queues += usize::from(first);
         ticket
@@ -226,8 +273,7 @@ impl<G> Fair<G> {
     fn pull(&mut self, tenant: &Tenant, ticket: Ticket) -> Option<(Cost, G)> {
         let share = self.tenants.get_mut(tenant)?;
         let pulled = share.queue.remove(&ticket)?;
-        share.queued.samples = share.queued.samples.saturating_sub(pulled.0.samples);
-        share.queued.bytes = share.queued.bytes.saturating_sub(pulled.0.bytes);
+        share.queued = share.queued.less(pulled.0);
         if share.queue.is_empty() {
             self.queues -= 1;
         }

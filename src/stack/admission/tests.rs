@@ -280,3 +280,43 @@ async fn what_one_tenant_offers_is_not_another_ones_wait() {
         );
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_weights_has_a_place_of_the_tenants_queue() {
+    let bench = Bench::new(AdmissionConfig {
+        tenant_queue: 3,
+        ..config(1)
+    });
+    let park = |who: &str, cost: Cost| {
+        let tenant = tenant(who);
+        bench.admission.park_as(&tenant, cost, &bench.counters)
+    };
+    let mut parked: Vec<Parked> = (0..2).map(|_| park("a", of(2)).unwrap()).collect();
+    assert_eq!(bench.admission.of(&tenant("a")), 4);
+    // They are before nobody: neither their own tenant nor another one waits.
+    let running = bench.enter("a", of(1), 0).await.unwrap();
+    bench.waits("a", of(1), 0, "a0").await;
+    let refused = park("a", of(1)).unwrap_err();
+    assert_eq!(refused.reason, Reason::TenantBusy);
+    assert!(refused.retry_after.is_some());
+    let queued = bench.enter("a", of(1), 0).await.unwrap_err();
+    assert_eq!(queued.reason, Reason::TenantBusy);
+    assert_eq!(bench.counters.refused_by_admission.get(), 2);
+    // Nor does it cost the other one anything.
+    parked.push(park("b", of(1)).unwrap());
+    drop(running);
+    assert_eq!(bench.order(1).await, ["a0"]);
+    parked.clear();
+    assert!(bench.admission.lock().is_empty());
+
+    // Their prompts are held, so bytes count as well; one that is larger waits alone.
+    let large = |bytes| Cost { samples: 1, bytes };
+    let one = park("a", large(2 << 20)).unwrap();
+    assert_eq!(park("a", large(1)).unwrap_err().reason, Reason::TenantBusy);
+    drop(one);
+    let some = park("a", large(1 << 19)).unwrap();
+    let more = park("a", large(1 << 19)).unwrap();
+    assert_eq!(park("a", large(1)).unwrap_err().reason, Reason::TenantBusy);
+    drop((some, more));
+    assert!(bench.admission.lock().is_empty());
+}
