@@ -56,6 +56,7 @@ pub enum Reason {
     HeadersTooLarge,
     RequestTooSlow,
     ReceivingFull,
+    ReplicaTaken,
 }
 
 /// One thing that is wrong with a request.

@@ -6,7 +6,7 @@ use tonic::{Request, Response, Status};
 
 use super::{fleet::time, register, write};
 use crate::{
-    auth::Caller,
+    auth::{Caller, Role},
     engine::egress::Egress,
     error::Error,
     fleet::{Beat, Fleet, Registered},
@@ -44,10 +44,20 @@ impl Replicas {
         &self,
         message: proto::RegisterReplicaRequest,
         peer: Option<SocketAddr>,
+        caller: &Caller,
     ) -> Result<Registered, Error> {
         let facts = register::facts(message, peer, &self.rules)?;
         register::reachable(&facts, &self.egress).await?;
-        self.fleet.register(facts).await
+        let principal = Arc::clone(&caller.principal);
+        self.fleet.register_by(facts, Some(principal)).await
+    }
+
+    /// A replica is its principal's; an operator speaks for every one.
+    fn may_speak(&self, caller: &Caller, replica: &ReplicaId) -> Result<(), Error> {
+        if caller.roles.has(Role::Admin) {
+            return Ok(());
+        }
+        self.fleet.permits(replica, &caller.principal)
     }
 }
 
@@ -59,7 +69,7 @@ impl ReplicaService for Replicas {
     ) -> Result<Response<proto::RegisterReplicaResponse>, Status> {
         let (caller, peer) = (Caller::of(&request), peer(&request));
         let id = request.get_ref().replica_id.clone();
-        let registered = self.register(request.into_inner(), peer).await;
+        let registered = self.register(request.into_inner(), peer, &caller).await;
         caller.did("register", &id, &registered);
         let registered = registered?;
         Ok(Response::new(proto::RegisterReplicaResponse {
@@ -74,9 +84,13 @@ impl ReplicaService for Replicas {
         &self,
         request: Request<proto::HeartbeatRequest>,
     ) -> Result<Response<proto::HeartbeatResponse>, Status> {
+        let caller = Caller::of(&request);
         let message = request.into_inner();
+        let replica = ReplicaId::new(message.replica_id.clone());
+        self.may_speak(&caller, &replica)
+            .inspect_err(|error| caller.was_refused("heartbeat", replica.as_str(), error))?;
         let beat = Beat {
-            replica: ReplicaId::new(message.replica_id.clone()),
+            replica: replica.clone(),
             incarnation: Incarnation(message.incarnation),
             sequence: message.sequence,
             state: register::reported_state(message.state()),
@@ -85,6 +99,7 @@ impl ReplicaService for Replicas {
             adapters: message.adapters.map(register::adapters).transpose()?,
         };
         let heard = self.fleet.beat(beat)?;
+        self.fleet.spoken_for(&replica, &caller.principal);
         let directive = if heard.drain {
             proto::Directive::Drain
         } else {
@@ -103,8 +118,12 @@ impl ReplicaService for Replicas {
         let caller = Caller::of(&request);
         let message = request.into_inner();
         let id = ReplicaId::new(message.replica_id);
-        self.fleet.deregister(&id, Incarnation(message.incarnation));
-        caller.did("deregister", id.as_str(), &Ok(()));
+        let may = self.may_speak(&caller, &id);
+        if may.is_ok() {
+            self.fleet.deregister(&id, Incarnation(message.incarnation));
+        }
+        caller.did("deregister", id.as_str(), &may);
+        may?;
         Ok(Response::new(proto::DeregisterReplicaResponse {}))
     }
 }

@@ -24,7 +24,7 @@ impl Reason {
             | Self::TenantNotFound
             | Self::Reregister => Code::NotFound,
             Self::NoCredentials | Self::CredentialsRefused => Code::Unauthenticated,
-            Self::RoleMissing => Code::PermissionDenied,
+            Self::RoleMissing | Self::ReplicaTaken => Code::PermissionDenied,
             Self::IdempotencyKeyReused => Code::AlreadyExists,
             Self::WeightsNotServed
             | Self::NotSupported
@@ -80,6 +80,7 @@ impl Reason {
             Self::HeadersTooLarge => "HEADERS_TOO_LARGE",
             Self::RequestTooSlow => "REQUEST_TOO_SLOW",
             Self::ReceivingFull => "RECEIVING_FULL",
+            Self::ReplicaTaken => "REPLICA_TAKEN",
             Self::NoReplica => "NO_REPLICA",
             Self::ReplicaLost => "REPLICA_LOST",
             Self::OutcomeUnknown => "OUTCOME_UNKNOWN",
@@ -100,7 +101,7 @@ impl Reason {
     }
 
     /// All of them.
-    pub const ALL: [Self; 40] = [
+    pub const ALL: [Self; 41] = [
         Self::InvalidRequest,
         Self::ModelAmbiguous,
         Self::PromptTooLong,
@@ -125,6 +126,7 @@ impl Reason {
         Self::HeadersTooLarge,
         Self::RequestTooSlow,
         Self::ReceivingFull,
+        Self::ReplicaTaken,
         Self::NoReplica,
         Self::ReplicaLost,
         Self::OutcomeUnknown,

@@ -32,7 +32,11 @@ pub const METHODS: &[(&str, Rule)] = &[
     ),
     ("/berth.v1.ReplicaService/RegisterReplica", REPLICA),
     ("/berth.v1.ReplicaService/Heartbeat", REPLICA),
-    ("/berth.v1.ReplicaService/DeregisterReplica", REPLICA),
+    // An operator evicts a replica that its own sidecar does not take away.
+    (
+        "/berth.v1.ReplicaService/DeregisterReplica",
+        Rule::Roles(&[Role::Replica, Role::Admin]),
+    ),
     ("/berth.v1.FleetService/ListReplicas", ADMIN),
     ("/berth.v1.FleetService/GetReplica", ADMIN),
     ("/berth.v1.FleetService/DrainReplica", ADMIN),

@@ -221,6 +221,13 @@ impl Caller {
             .write(&self.entry(what, object, outcome.as_ref().err()));
     }
 
+    /// Writes down that this caller was refused, as that of others is: not without
+    /// end.
+    pub fn was_refused(&self, what: &str, object: &str, error: &Error) {
+        self.audit
+            .write_stranger(&self.entry(what, object, Some(error)));
+    }
+
     fn entry<'a>(&'a self, event: &'a str, object: &'a str, error: Option<&Error>) -> Entry<'a> {
         Entry {
             event,

@@ -47,6 +47,8 @@ pub(super) struct Entry {
     departed: Vec<RankSlot>,
     /// Its port is being asked.
     pub(super) probing: bool,
+    /// The principal that registered it; `None` after a restart, until its next word.
+    pub(super) owner: Option<Arc<str>>,
 }
 
 /// A replica as the control plane sees it, for people.
@@ -158,7 +160,14 @@ impl Entry {
             drains: Drains::default(),
             departed: Vec::new(),
             probing: false,
+            owner: None,
         }
+    }
+
+    /// Whether it lives, and is somebody else's than this principal's.
+    pub(super) fn is_of_another(&self, principal: &str) -> bool {
+        let other = self.owner.as_deref().is_some_and(|own| own != principal);
+        other && self.lease.liveness() != Liveness::Dead
     }
 
     /// As a note says it, and nobody has verified yet.

@@ -228,9 +228,23 @@ impl Fleet {
     /// INCARNATION_DEAD when this very start was declared dead,
     /// STALE_INCARNATION when a newer one is known, and what the store says.
     pub async fn register(&self, facts: ReplicaFacts) -> Result<Registered, Error> {
+        self.register_by(facts, None).await
+    }
+
+    /// As [`Fleet::register`], by this principal: while the replica lives it is that
+    /// one's, and no other may take its place or speak for it.
+    ///
+    /// # Errors
+    /// As [`Fleet::register`]; REPLICA_TAKEN where it is another's.
+    pub async fn register_by(
+        &self,
+        facts: ReplicaFacts,
+        principal: Option<Arc<str>>,
+    ) -> Result<Registered, Error> {
         // Before the store keeps anything: a stranger must not fill it.
         {
             let state = self.lock();
+            state.permits(&facts.id, principal.as_deref())?;
             if !state.replicas.contains_key(&facts.id)
                 && state.replicas.len() >= self.config.max_replicas
             {
@@ -254,6 +268,8 @@ impl Fleet {
         }
         let now = Instant::now();
         let mut state = self.lock();
+        // Another may have been first meanwhile.
+        state.permits(&facts.id, principal.as_deref())?;
         if let Some(known) = state.replicas.get_mut(&facts.id) {
             if known.incarnation > grant.incarnation {
                 return Err(stale(&facts.id, grant.incarnation, known.incarnation));
@@ -263,6 +279,7 @@ impl Fleet {
                     return Err(dead(&facts.id, grant.incarnation));
                 }
                 known.lease.beat(now, &self.config.lease);
+                known.owner = principal.or(known.owner.take());
                 if known.facts() != &facts {
                     let slots = known.slots_for(&facts.ranks);
                     let slots = fill_slots(&mut state.next_slot, slots);
@@ -289,6 +306,7 @@ impl Fleet {
         let slots = fill_slots(&mut state.next_slot, slots);
         let id = facts.id.clone();
         let mut entry = Entry::new(facts, grant.incarnation, slots, now);
+        entry.owner = principal;
         if let Some(before) = state.replicas.get(&id) {
             entry.follow(before, now);
         }
@@ -303,6 +321,23 @@ impl Fleet {
             lease_ttl: self.config.lease.ttl(),
             heartbeat_interval: self.config.lease.interval,
             epoch: self.store.epoch(),
+        }
+    }
+
+    /// Whether this principal may speak for a replica, as far as it lives and is
+    /// somebody's.
+    ///
+    /// # Errors
+    /// REPLICA_TAKEN.
+    pub fn permits(&self, replica: &ReplicaId, principal: &str) -> Result<(), Error> {
+        self.lock().permits(replica, Some(principal))
+    }
+
+    /// This principal has spoken for a replica that is known from before a restart:
+    /// it is that one's from now on.
+    pub fn spoken_for(&self, replica: &ReplicaId, principal: &Arc<str>) {
+        if let Some(entry) = self.lock().replicas.get_mut(replica) {
+            entry.owner.get_or_insert_with(|| Arc::clone(principal));
         }
     }
 
@@ -565,6 +600,23 @@ impl Fleet {
 }
 
 impl State {
+    /// See [`Fleet::permits`].
+    fn permits(&self, replica: &ReplicaId, principal: Option<&str>) -> Result<(), Error> {
+        let (Some(principal), Some(entry)) = (principal, self.replicas.get(replica)) else {
+            return Ok(());
+        };
+        if !entry.is_of_another(principal) {
+            return Ok(());
+        }
+        Err(Error::new(
+            Reason::ReplicaTaken,
+            format!(
+                "replica {replica} lives and was registered by another principal than \
+                 {principal}: wait until it is dead, or take another id"
+            ),
+        ))
+    }
+
     /// Forgets who has been dead for long. Returns whether anybody was.
     fn forget(&mut self, now: Instant, config: &FleetConfig) -> bool {
         let before = self.replicas.len();

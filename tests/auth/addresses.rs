@@ -12,7 +12,7 @@ use tonic_types::StatusExt;
 
 use crate::world::{World, eventually, request};
 
-fn registration(endpoint: String) -> RegisterReplicaRequest {
+pub fn registration(endpoint: String) -> RegisterReplicaRequest {
     RegisterReplicaRequest {
         replica_id: "stranger".to_owned(),
         boot_id: "b".to_owned(),

@@ -11,6 +11,7 @@
 
 mod addresses;
 mod commands;
+mod owners;
 mod tenants;
 mod tls;
 mod tokens;
