@@ -13,6 +13,9 @@ pub mod engine;
 pub mod error;
 pub mod failpoint;
 pub mod fleet;
+#[cfg(any(test, feature = "fuzzing"))]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod harness;
 pub mod ids;
 pub mod keeper;

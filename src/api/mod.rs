@@ -3,6 +3,8 @@
 
 mod explain;
 pub mod fleet;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzzing;
 mod lookup;
 mod read;
 mod register;

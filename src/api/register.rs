@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     num::NonZeroU32,
     sync::Arc,
     time::Duration,
@@ -240,7 +240,7 @@ fn address(
 }
 
 /// An absolute http URL of host and port, without anything else.
-fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
+pub(super) fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
     const FORM: &str =
         "must be an absolute URL as \"http://host:port\", without user, path or query";
     if text.len() > 512 {
@@ -248,6 +248,7 @@ fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
     }
     let uri: http::Uri = text.parse().map_err(|_| FORM)?;
     let authority = uri.authority().ok_or(FORM)?;
+    const HOST: &str = "its host must be a name, or an address written as 10.0.0.1 or [fd00::1]";
     if uri.scheme_str() != Some("http")
         || !matches!(uri.path(), "" | "/")
         || uri.query().is_some()
@@ -259,7 +260,36 @@ fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
     {
         return Err(FORM);
     }
+    if !is_host(authority.host()) {
+        return Err(HOST);
+    }
     Ok(format!("http://{authority}").into())
+}
+
+/// Whether everybody who reads this host means the same by it. `127.1`, `0x7f000001` and
+/// `127.0.0.1.` are numbers to some and names to others.
+fn is_host(host: &str) -> bool {
+    if let Some(inner) = host.strip_prefix('[') {
+        let inner = inner.strip_suffix(']');
+        return inner.is_some_and(|ip| ip.parse::<Ipv6Addr>().is_ok());
+    }
+    if host.parse::<Ipv4Addr>().is_ok() {
+        return true;
+    }
+    let name = host.strip_suffix('.').unwrap_or(host);
+    let label = |label: &str| {
+        (1..=63).contains(&label.len())
+            && label
+                .bytes()
+                .all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
+    };
+    let last = name.rsplit('.').next().unwrap_or(name);
+    let number = last.bytes().all(|b| b.is_ascii_digit())
+        || last
+            .strip_prefix("0x")
+            .or_else(|| last.strip_prefix("0X"))
+            .is_some_and(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()));
+    name.len() <= 253 && name.split('.').all(label) && !number
 }
 
 fn labels(message: &proto::RegisterReplicaRequest, faults: &mut Faults) {
@@ -275,6 +305,14 @@ fn labels(message: &proto::RegisterReplicaRequest, faults: &mut Faults) {
             .all(|(k, v)| (1..=63).contains(&k.len()) && v.len() <= 255),
         "labels",
         "each key must have 1 to 63 bytes, each value 255 at most",
+    );
+    faults.check(
+        message
+            .labels
+            .iter()
+            .all(|(k, v)| is_plain(k) && is_plain(v)),
+        "labels",
+        "may hold no control character",
     );
 }
 
@@ -306,10 +344,12 @@ fn ranks(ranks: &[proto::Rank], url: Option<&Arc<str>>, faults: &mut Faults) -> 
                     "must be at least 1 and at most 2^40",
                 );
             }
-            if rank.gpu_uuids.len() > MAX_GPUS || rank.gpu_uuids.iter().any(|u| u.len() > 128) {
+            if rank.gpu_uuids.len() > MAX_GPUS
+                || rank.gpu_uuids.iter().any(|u| u.len() > 128 || !is_plain(u))
+            {
                 faults.add(
                     format!("ranks[{i}].gpu_uuids"),
-                    "may list 64 at most, each of 128 bytes at most",
+                    "may list 64 at most, each of 128 bytes at most and without control character",
                 );
             }
             let own = match rank.endpoint.as_deref().map(base_url) {
@@ -343,9 +383,10 @@ fn check_adapters(adapters: &[proto::Adapter], faults: &mut Faults) {
     faults.check(
         adapters
             .iter()
-            .all(|a| is_name(&a.name) && a.load_id.len() <= MAX_NAME),
+            .all(|a| is_name(&a.name) && a.load_id.len() <= MAX_NAME && is_plain(&a.load_id)),
         "adapters",
-        "each name must have 1 to 256 characters, each load_id 256 bytes at most",
+        "each name must have 1 to 256 characters, each load_id 256 bytes at most, and none a \
+         control character",
     );
     let names: BTreeSet<&str> = adapters.iter().map(|a| a.name.as_str()).collect();
     faults.check(

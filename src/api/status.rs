@@ -146,8 +146,13 @@ impl Reason {
     ];
 }
 
-/// More violations than this are counted, not listed: header lists are bounded.
+/// More violations than these are not listed: they go in headers, twice, and clients
+/// take no longer ones than 8 to 16 KiB in all.
 const MAX_VIOLATIONS: usize = 32;
+/// Of all of them, in bytes.
+const MAX_VIOLATION_BYTES: usize = 2048;
+/// Of the message, in bytes.
+const MAX_MESSAGE: usize = 1024;
 
 impl From<Error> for Status {
     fn from(error: Error) -> Self {
@@ -157,13 +162,26 @@ impl From<Error> for Status {
             DOMAIN,
             std::collections::HashMap::new(),
         );
+        let mut bytes = 0;
         for violation in error.violations.iter().take(MAX_VIOLATIONS) {
+            bytes += violation.field.len() + violation.description.len();
+            if bytes > MAX_VIOLATION_BYTES {
+                break;
+            }
             details.add_bad_request_violation(violation.field.as_ref(), &violation.description);
         }
         if let Some(wait) = error.retry_after {
             details.set_retry_info(Some(wait));
         }
-        Self::with_error_details(error.reason.code(), error.message, details)
+        let mut message = error.message;
+        if message.len() > MAX_MESSAGE {
+            let whole = (0..=MAX_MESSAGE)
+                .rev()
+                .find(|at| message.is_char_boundary(*at));
+            message.truncate(whole.unwrap_or(0));
+            message.push_str(" ...");
+        }
+        Self::with_error_details(error.reason.code(), message, details)
     }
 }
 
@@ -227,6 +245,27 @@ mod tests {
                 "{name}"
             );
         }
+    }
+
+    #[test]
+    fn what_is_told_fits_the_headers_that_it_goes_in() {
+        let long = |n: usize| {
+            let field = format!("ranks[{n}].endpoint");
+            crate::error::Violation::new(field, "\u{e4}".repeat(300))
+        };
+        let error = Error::invalid(Reason::InvalidRequest, (0..2000).map(long).collect());
+        let status = Status::from(error);
+        // As they are written: a letter that is not ASCII in the message is three times
+        // as long, details are in base64.
+        let message: usize = status
+            .message()
+            .bytes()
+            .map(|b| if b.is_ascii() { 1 } else { 3 })
+            .sum();
+        assert!(message + status.details().len() * 4 / 3 < 8 << 10);
+        assert!(status.message().ends_with(" ..."), "{}", status.message());
+        let details = status.get_error_details();
+        assert!(details.bad_request().unwrap().field_violations.len() > 1);
     }
 
     #[test]

@@ -20,6 +20,8 @@ use crate::{
 };
 
 mod faults;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzzing;
 mod options;
 #[cfg(test)]
 mod tests;

@@ -120,8 +120,72 @@ enum Phase<D: Dialect> {
 
 struct Streaming<T> {
     body: ReplyBody,
+    frames: Frames<T>,
+}
+
+/// The frames of a stream as its bytes come, whoever brings them.
+pub(super) struct Frames<T> {
     parser: SseParser,
     transcript: T,
+}
+
+/// What the bytes so far say next.
+pub(super) enum Next {
+    /// More tokens.
+    Tokens(TokenChunk),
+    /// The end mark.
+    End,
+    /// Nothing: more bytes are needed.
+    Starved,
+}
+
+impl<T: Transcript> Frames<T> {
+    pub(super) fn new(transcript: T, limit: usize) -> Self {
+        Self {
+            parser: SseParser::new(limit),
+            transcript,
+        }
+    }
+
+    /// Takes the next bytes. What came before is read first: see
+    /// [`SseParser::push`].
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.parser.push(bytes);
+    }
+
+    /// Nothing may be asked after an error.
+    pub(super) fn next(&mut self) -> Result<Next, EngineError> {
+        loop {
+            let event = self
+                .parser
+                .next_event()
+                .map_err(|_| EngineError::BadReply("a frame is too large".into()))?;
+            let Some(data) = event else {
+                return Ok(Next::Starved);
+            };
+            if data.trim_ascii() == b"[DONE]" {
+                return Ok(Next::End);
+            }
+            if let Some(chunk) = self.transcript.accept(&data)? {
+                return Ok(Next::Tokens(chunk));
+            }
+        }
+    }
+
+    /// The error of bytes that end here.
+    pub(super) fn cut(&self) -> EngineError {
+        EngineError::Lost(format!(
+            "the stream ended without its end mark after {} tokens",
+            self.transcript.received()
+        ))
+    }
+
+    /// What the end mark ends.
+    pub(super) fn end(&mut self) -> Result<Box<Finish>, EngineError> {
+        self.transcript
+            .finish()?
+            .ok_or_else(|| EngineError::Lost("the end mark came without a finish".into()))
+    }
 }
 
 /// How long a connection is given to end its reply after the end mark.
@@ -189,8 +253,7 @@ async fn start<D: Dialect>(dialect: &D, request: &EngineRequest) -> Result<Phase
     }
     Ok(Phase::Streaming(Box::new(Streaming {
         body: reply.body,
-        parser: SseParser::new(limit),
-        transcript,
+        frames: Frames::new(transcript, limit),
     })))
 }
 
@@ -200,61 +263,47 @@ async fn plain<D: Dialect>(
     limit: usize,
 ) -> Result<Phase<D>, EngineError> {
     let body = reply.body.collect(limit).await?;
-    let chunk = transcript.accept(&body)?;
+    Ok(Phase::Ready(whole(&body, &mut transcript)?))
+}
+
+/// What a whole plain reply says.
+pub(super) fn whole<T: Transcript>(
+    body: &[u8],
+    transcript: &mut T,
+) -> Result<VecDeque<EngineEvent>, EngineError> {
+    let chunk = transcript.accept(body)?;
     let finish = transcript
         .finish()?
         .ok_or_else(|| EngineError::BadReply("a reply without a finish reason".into()))?;
-    Ok(Phase::Ready(
-        chunk
-            .map(EngineEvent::Tokens)
-            .into_iter()
-            .chain([EngineEvent::Finished(finish)])
-            .collect(),
-    ))
+    Ok(chunk
+        .map(EngineEvent::Tokens)
+        .into_iter()
+        .chain([EngineEvent::Finished(finish)])
+        .collect())
 }
 
 impl<T: Transcript> Streaming<T> {
     /// The next tokens; `None` at the end mark.
     async fn next(&mut self) -> Result<Option<EngineEvent>, EngineError> {
         loop {
-            let event = self
-                .parser
-                .next_event()
-                .map_err(|_| EngineError::BadReply("a frame is too large".into()))?;
-            if let Some(data) = event {
-                if data.trim_ascii() == b"[DONE]" {
-                    return Ok(None);
-                }
-                if let Some(chunk) = self.transcript.accept(&data)? {
-                    return Ok(Some(EngineEvent::Tokens(chunk)));
-                }
-                continue;
-            }
-            match self.body.next().await? {
-                Some(bytes) => self.parser.push(&bytes),
-                None => {
-                    return Err(EngineError::Lost(format!(
-                        "the stream ended without its end mark after {} tokens",
-                        self.transcript.received()
-                    )));
-                }
+            match self.frames.next()? {
+                Next::Tokens(chunk) => return Ok(Some(EngineEvent::Tokens(chunk))),
+                Next::End => return Ok(None),
+                Next::Starved => match self.body.next().await? {
+                    Some(bytes) => self.frames.push(&bytes),
+                    None => return Err(self.frames.cut()),
+                },
             }
         }
     }
 
     /// What the end mark ends.
     fn end(mut self) -> Result<EngineEvent, EngineError> {
-        match self.transcript.finish()? {
-            Some(finish) => {
-                // The connection can serve again once the few bytes after the
-                // mark are read; the caller need not wait for them.
-                tokio::spawn(self.body.finish(TAIL));
-                Ok(EngineEvent::Finished(finish))
-            }
-            None => Err(EngineError::Lost(
-                "the end mark came without a finish".into(),
-            )),
-        }
+        let finish = self.frames.end()?;
+        // The connection can serve again once the few bytes after the mark are
+        // read; the caller need not wait for them.
+        tokio::spawn(self.body.finish(TAIL));
+        Ok(EngineEvent::Finished(finish))
     }
 }
 

@@ -169,7 +169,7 @@ impl Egress {
 }
 
 /// A host that is a number; a version 6 one stands in brackets in a URL.
-pub(super) fn literal(host: &str) -> Option<IpAddr> {
+pub(crate) fn literal(host: &str) -> Option<IpAddr> {
     let inner = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
     inner.unwrap_or(host).parse().ok()
 }

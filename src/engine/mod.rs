@@ -8,6 +8,8 @@ mod attempt;
 mod checks;
 pub mod egress;
 pub mod facts;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzzing;
 pub mod http;
 mod refusal;
 pub mod sglang;

@@ -70,7 +70,7 @@ where
 }
 
 /// gRPC's form: at most eight digits and a unit.
-fn parse(value: &HeaderValue) -> Option<Duration> {
+pub(crate) fn parse(value: &HeaderValue) -> Option<Duration> {
     let text = value.to_str().ok()?;
     let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|b| b.is_ascii_digit()) {

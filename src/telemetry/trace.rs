@@ -22,7 +22,7 @@ pub(super) const TRACED: &str = "berth::stack";
 pub const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 
 /// The context that a client sends, if it is one.
-pub(super) fn parent_of(headers: &HeaderMap) -> Option<Context> {
+pub(crate) fn parent_of(headers: &HeaderMap) -> Option<Context> {
     let context = parse(headers.get(TRACEPARENT)?.to_str().ok()?)?;
     Some(Context::new().with_remote_span_context(context))
 }

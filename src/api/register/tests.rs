@@ -79,6 +79,17 @@ fn an_endpoint_is_host_and_port_and_nothing_else() {
         "http://",
         "http://10.0.0.7:99999",
         "http://[::1%25lo]:80",
+        // Numbers to some who read them.
+        "http://127.1:80",
+        "http://2130706433:80",
+        "http://0x7f000001:80",
+        "http://0177.0.0.1:80",
+        "http://127.0.0.1.:80",
+        "http://engine.0x7f:80",
+        "http://[10.0.0.7]:80",
+        // No name.
+        "http://a..b:80",
+        "http://a!b:80",
     ] {
         let with = faults(|m| {
             m.address = Some(proto::register_replica_request::Address::Endpoint(
@@ -87,6 +98,37 @@ fn an_endpoint_is_host_and_port_and_nothing_else() {
         });
         assert_eq!(with, ["endpoint"], "{bad}");
     }
+}
+
+#[test]
+fn a_host_is_a_name_or_an_address_as_everybody_writes_it() {
+    for good in [
+        "http://10.0.0.7:30000",
+        "http://[fd00::7]:30000",
+        "http://[::ffff:10.0.0.7]:30000",
+        "http://localhost:30000",
+        "http://engine_7.pool-3.svc.cluster.local.:8000",
+        "http://7.engines.test:8000",
+        "http://0x7f.test:8000",
+    ] {
+        let address = proto::register_replica_request::Address::Endpoint(good.to_owned());
+        assert!(faults(|m| m.address = Some(address)).is_empty(), "{good}");
+    }
+}
+
+#[test]
+fn what_is_shown_stays_on_its_line() {
+    let two = || "a\nb".to_owned();
+    let with = faults(|m| {
+        m.labels = [("zone".to_owned(), two())].into();
+        m.adapters = vec![proto::Adapter {
+            name: "a".to_owned(),
+            load_id: two(),
+            resident: true,
+        }];
+        m.ranks[0].gpu_uuids = vec![two()];
+    });
+    assert_eq!(with, ["adapters", "labels", "ranks[0].gpu_uuids"]);
 }
 
 #[test]

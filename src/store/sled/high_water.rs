@@ -238,3 +238,21 @@ mod tests {
         assert!(matches!(look(&path).unwrap(), Found::Mark(m) if m.seq == 6));
     }
 }
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) mod fuzzing {
+    use super::*;
+
+    /// A slot with a good checksum.
+    pub(in super::super) fn mark(fields: &[u8]) {
+        let mut slot = MAGIC.to_vec();
+        slot.extend_from_slice(fields.get(..40).unwrap_or_default());
+        slot.extend_from_slice(&crc32c::crc32c(&slot).to_le_bytes());
+        if let Some(mark) = Mark::decode(&slot) {
+            assert_eq!(mark.encode().as_slice(), slot);
+        }
+        if let Some(mark) = Mark::decode(fields) {
+            assert!(fields.starts_with(&mark.encode()));
+        }
+    }
+}

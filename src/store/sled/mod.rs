@@ -13,6 +13,8 @@ mod decide;
 mod disk;
 mod fault;
 mod frame;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzzing;
 mod high_water;
 mod known;
 mod layout;

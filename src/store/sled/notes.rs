@@ -205,3 +205,40 @@ fn whole(parts: &[(Vec<u8>, Vec<u8>)]) -> Result<Vec<u8>, Damaged> {
     });
     if sound { Ok(bytes) } else { Err(Damaged) }
 }
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) mod fuzzing {
+    use super::*;
+    use crate::fuzzing::Feed;
+
+    /// Notes whose parts have these bodies, under good checksums of the parts.
+    pub(in super::super) fn recalled(kind: NoteKind, mut feed: Feed<'_>) {
+        let id = match kind {
+            NoteKind::Pin | NoteKind::Condemned => vec![feed.byte(); 16],
+            NoteKind::Replica => vec![feed.byte(); 32],
+        };
+        let key = NoteKey::new(kind, id);
+        let note = feed.piece();
+        let mut writes = Writes::default();
+        let mut parts: Vec<(Vec<u8>, Vec<u8>)> = Vec::new();
+        if put_parts(&key, note, &mut writes).is_ok() {
+            let put = writes.into_inner().into_iter();
+            parts.extend(put.filter_map(|(key, value)| Some((key, value?))));
+        }
+        let read: Vec<_> = parts.clone();
+        if !read.is_empty() {
+            assert!(whole(&read).is_ok_and(|bytes| bytes == note));
+        }
+        // And parts that nobody put there.
+        while !feed.0.is_empty() {
+            let place = key.part(parts.len());
+            if let Ok(value) = frame::encode(Kind::Note, &place, feed.piece()) {
+                parts.push((place, value));
+            }
+        }
+        let mut recalled = Recalled::default();
+        let damaged = add(&mut recalled, kind, &parts);
+        let whole = recalled.pins.len() + recalled.replicas.len() + recalled.condemned.len();
+        assert!(whole as u64 + damaged <= parts.len() as u64);
+    }
+}

@@ -157,6 +157,8 @@ fn decode(bytes: &[u8], at: u64) -> Option<Frame> {
         .chunks_exact(8)
         .filter_map(|f| f.try_into().ok().map(u64::from_le_bytes));
     let (store, number, floor) = (numbers.next()?, numbers.next()?, numbers.next()?);
+    // None is the last: another follows.
+    number.checked_add(1)?;
     let len = u32::from_le_bytes(len.try_into().ok()?) as usize;
     let payload = rest.get(..len)?;
     let expected = crc32c::crc32c_append(crc32c::crc32c(covered), payload);
@@ -192,6 +194,11 @@ pub(super) fn look(path: &Path) -> io::Result<Replay> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Replay::default()),
         Err(e) => return Err(e),
     };
+    Ok(read(&bytes))
+}
+
+/// What these bytes of a whole file say.
+fn read(bytes: &[u8]) -> Replay {
     let mut frames = BTreeMap::new();
     let mut at = 0;
     while let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) {
@@ -215,7 +222,7 @@ pub(super) fn look(path: &Path) -> io::Result<Replay> {
         };
         (*number, last.store, place)
     }) else {
-        return Ok(Replay::default());
+        return Replay::default();
     };
     let needed = frames.split_off(&end.floor);
     let missing = (last + 1)
@@ -226,13 +233,13 @@ pub(super) fn look(path: &Path) -> io::Result<Replay> {
         .filter(|frame| frame.store == store)
         .flat_map(|frame| frame.changes)
         .collect();
-    Ok(Replay {
+    Replay {
         store,
         writes,
         missing,
         resume: Some(end).filter(|_| missing == 0),
         next: last + 1,
-    })
+    }
 }
 
 impl Redo {
@@ -402,3 +409,42 @@ impl Redo {
 #[cfg(test)]
 #[allow(clippy::cast_possible_truncation, reason = "small numbers")]
 mod tests;
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) mod fuzzing {
+    use super::*;
+    use crate::fuzzing::Feed;
+
+    /// A file of frames with good checksums, whatever they say, between other bytes.
+    pub(in super::super) fn log(mut feed: Feed<'_>) {
+        let mut file = Vec::new();
+        while !feed.0.is_empty() {
+            if feed.byte() == 0 {
+                file.extend_from_slice(feed.piece());
+                file.resize(file.len().next_multiple_of(SECTOR), 0);
+                continue;
+            }
+            let at = file.len();
+            file.extend_from_slice(&MAGIC);
+            for field in [u64::from(feed.byte()), feed.number(), feed.number()] {
+                file.extend_from_slice(&field.to_le_bytes());
+            }
+            let changes = feed.piece();
+            let len = u32::try_from(changes.len()).unwrap_or(0);
+            file.extend_from_slice(&len.to_le_bytes());
+            let crc = crc32c::crc32c(file.get(at..).unwrap_or_default());
+            let crc = crc32c::crc32c_append(crc, changes);
+            file.extend_from_slice(&crc.to_le_bytes());
+            file.extend_from_slice(changes);
+            file.resize(file.len().next_multiple_of(SECTOR), 0);
+            let frame = file.get(at..).unwrap_or_default();
+            if let Some(read) = decode(frame, 0) {
+                let again = encode(read.store, read.number, read.floor, &read.changes);
+                assert!(again.is_ok_and(|bytes| bytes == frame));
+            }
+        }
+        let replay = read(&file);
+        assert!(replay.missing == 0 || replay.resume.is_none());
+        assert!(replay.writes.is_empty() || replay.store < 256);
+    }
+}
