@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use berth::{
+    auth::client::Access,
     engine::sim::{DropStream, Faults, Times, tokens},
     proto::{
         self, CancelSampleRequest, ExplainRouteRequest, FinishTrajectoryRequest, GetPinRequest,
@@ -19,19 +20,24 @@ use crate::{
     plane::{Engine, Plane, eventually, stepping},
     requests::{reason, request},
     search::Needles,
+    strangers,
 };
 
-const CANARY: &str = "CanaryXq7vB2";
+pub const CANARY: &str = "CanaryXq7vB2";
 /// A row of ids that no number of ours looks like.
 const IDS: [u32; 4] = [70_707, 80_808, 90_909, 60_606];
 const VOCAB: u32 = 151_936;
 
 /// What every call of the canary brings in its headers.
 fn with_headers<T>(message: T) -> Request<T> {
+    with_headers_of(message, &format!("Bearer {}", strangers::TOKEN))
+}
+
+pub fn with_headers_of<T>(message: T, authorization: &str) -> Request<T> {
     let mut request = Request::new(message);
     let headers: &mut MetadataMap = request.metadata_mut();
     for (name, value) in [
-        ("authorization", format!("Bearer {CANARY}")),
+        ("authorization", authorization.to_owned()),
         ("cookie", format!("session={CANARY}")),
         ("x-canary", CANARY.to_owned()),
         ("tracestate", format!("canary={CANARY}")),
@@ -45,7 +51,7 @@ fn with_headers<T>(message: T) -> Request<T> {
 }
 
 /// A request with the canary in every name that it can have.
-fn planted(n: u32) -> SampleRequest {
+pub fn planted(n: u32) -> SampleRequest {
     let prompt: Vec<u32> = IDS.into_iter().chain([n, n + 1]).collect();
     SampleRequest {
         idempotency_key: Some(format!("{CANARY}-{n}")),
@@ -83,8 +89,9 @@ struct Story {
 }
 
 impl Story {
-    async fn start(options: &[&str]) -> Self {
-        let plane = Plane::start(options, "trace").await;
+    async fn start(options: &[&str], access: Access) -> Self {
+        let mut plane = Plane::start(options, "trace").await;
+        plane.access = access;
         let mut engines = Vec::new();
         for id in ["a", "b"] {
             let mut config = stepping(Duration::from_millis(2));
@@ -376,6 +383,10 @@ impl Story {
         };
         let not_found = client.finish_trajectory(with_headers(of(CANARY))).await;
         self.errors.push(not_found.unwrap_err());
+        let mut finished = of("");
+        finished.model = None;
+        let finished = client.finish_trajectory(with_headers(finished)).await;
+        finished.unwrap();
         let asked = ExplainRouteRequest {
             request: Some(planted(70)),
         };
@@ -414,9 +425,11 @@ impl Story {
     }
 }
 
-async fn nothing_of_it(form: &str) {
+async fn nothing_of_it(form: &str, known: bool) {
     let collector = Collector::start().await;
-    let options = [
+    let dir = tempfile::tempdir().unwrap();
+    let (access, more) = strangers::credentials(dir.path());
+    let mut options = vec![
         "--log-format",
         form,
         "--otlp-endpoint",
@@ -425,8 +438,19 @@ async fn nothing_of_it(form: &str) {
         "--eject-after",
         "1000",
     ];
-    let mut story = Story::start(&options).await;
+    let mut access = Some(access);
+    if known {
+        options.extend(more.iter().map(|option| &**option));
+    } else {
+        access = None;
+    }
+    let mut story = Story::start(&options, access.unwrap_or_default()).await;
     story.tell().await;
+    if known {
+        story
+            .errors
+            .extend(strangers::are_refused(&story.plane).await);
+    }
     let needles = Needles::of_text(CANARY)
         .and_ids(&IDS[..2])
         .and_ids(&tokens::expected(&prompt(10), 0, 6, VOCAB)[..3]);
@@ -457,6 +481,13 @@ async fn nothing_of_it(form: &str) {
         assert!(spans.iter().any(|span| span.name == name), "{name}");
     }
     assert_eq!(needles.find(&format!("{received:?}")), None, "a span");
+    if known {
+        assert_eq!(
+            needles.find(&strangers::audited(dir.path())),
+            None,
+            "the audit log"
+        );
+    }
 }
 
 fn prompt(n: u32) -> Vec<u32> {
@@ -465,10 +496,10 @@ fn prompt(n: u32) -> Vec<u32> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_of_a_caller_s_own_is_in_what_an_operator_sees_for_machines() {
-    nothing_of_it("json").await;
+    nothing_of_it("json", true).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_of_a_caller_s_own_is_in_what_an_operator_sees_for_people() {
-    nothing_of_it("human").await;
+    nothing_of_it("human", false).await;
 }

@@ -18,6 +18,7 @@ mod page;
 mod plane;
 mod requests;
 mod search;
+mod strangers;
 mod traces;
 
 #[path = "../support/process.rs"]

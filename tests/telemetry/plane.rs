@@ -9,6 +9,7 @@ use std::{
 };
 
 use berth::{
+    auth::client::Access,
     engine::{
         http::HttpClient,
         sim::{SimConfig, SimEngine, SimHandle},
@@ -21,7 +22,7 @@ use berth::{
 };
 use http::Method;
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::transport::Channel;
+use tonic::transport::{Channel, Endpoint};
 
 use crate::{
     front::Front,
@@ -39,6 +40,8 @@ pub struct Plane {
     pub url: String,
     pub admin: String,
     pub channel: Channel,
+    /// How its sidecars and its operator show who they are.
+    pub access: Access,
     log: Arc<Mutex<Vec<u8>>>,
     _dir: tempfile::TempDir,
 }
@@ -81,6 +84,7 @@ impl Plane {
             url,
             admin,
             channel,
+            access: Access::default(),
             log,
             _dir: dir,
         }
@@ -92,9 +96,11 @@ impl Plane {
         let front = Front::start(sim.url()).await;
         let mut config = SidecarConfig::new(&self.url, front.url(), id);
         config.accelerator.ask_driver = false;
+        config.access = self.access.clone();
         let stop = CancellationToken::new();
         tokio::spawn(Sidecar::new(config).unwrap().run(stop.clone()));
-        let mut fleet = FleetServiceClient::new(self.channel.clone());
+        let endpoint = Endpoint::from_shared(self.url.clone()).unwrap();
+        let mut fleet = FleetServiceClient::new(self.access.wire(&endpoint).unwrap());
         eventually("it is registered", async || {
             let replica_id = id.to_owned();
             let asked = fleet.get_replica(GetReplicaRequest { replica_id }).await;
@@ -120,6 +126,10 @@ impl Plane {
         let mut headers = http::HeaderMap::new();
         if let Some(accept) = accept {
             headers.insert("accept", accept.parse().unwrap());
+        }
+        if let Some(token) = &self.access.token_file {
+            let token = std::fs::read_to_string(token).unwrap();
+            headers.insert("authorization", format!("Bearer {token}").parse().unwrap());
         }
         let http = HttpClient::default();
         let reply = http
