@@ -73,7 +73,7 @@ fn usable(config: &Config) {
         assert!(SystemTime::now().checked_add(time).is_some());
     }
     assert!(config.stack.max_attempts > 0 && config.fleet.max_replicas > 0);
-    assert!(config.stack.admission.max_samples > 0 && config.max_streams > 0);
+    assert!(config.stack.admission.max_samples > 0 && config.limits.max_streams > 0);
     assert!(config.router.load_factor.is_finite());
     if let Some(otlp) = &config.otlp {
         assert!((0.0..=1.0).contains(&otlp.sample_ratio));

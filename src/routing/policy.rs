@@ -215,7 +215,7 @@ impl Router {
                         let away = survey
                             .by(Measure::Live)
                             .ok()
-                            .and_then(|field| self.from_refuge(field, request, key, &stay));
+                            .and_then(|field| self.leave_refuge(field, request, key, &stay));
                         Ok(away.unwrap_or(stay))
                     }
                     Some(Home::Full(stay, admission)) => self.room_elsewhere(

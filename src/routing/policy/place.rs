@@ -219,7 +219,7 @@ impl Router {
     /// most: where whole fleets restart, the first rank that is back takes in
     /// everybody, and the others come back to nothing. It goes on, once, to where the
     /// new-key rule sends it among those below the mean.
-    pub(super) fn from_refuge<'f>(
+    pub(super) fn leave_refuge<'f>(
         &self,
         field: &mut Field<'f>,
         request: &RouteRequest<'_>,
