@@ -152,7 +152,7 @@ async fn examine(dir: &Path, tally: &mut Tally, what: &str) {
         Err(error) => {
             let text = error.to_string();
             assert!(
-                text.contains("accept_loss") && text.contains("backup"),
+                text.contains("--accept-loss") && text.contains("backup"),
                 "{what}: does not say what to do: {text}"
             );
             match error {

@@ -40,13 +40,15 @@ pub(super) fn explain(
     let request = asked.request(samples, &[], None);
     let explanation = parts.router.explain(&fleet, &request, Instant::now());
     let (route, none) = match explanation.outcome {
-        Ok(outcome) => (Some(route(&outcome)), String::new()),
-        Err(none) => (None, no_route(none).to_string()),
+        Ok(outcome) => (Some(route(&outcome)), None),
+        Err(none) => (None, Some(no_route(none))),
     };
+    let why = none.as_ref();
     Ok(proto::ExplainRouteResponse {
         route,
         candidates: explanation.candidates.into_iter().map(candidate).collect(),
-        no_route: none,
+        no_route: why.map(ToString::to_string).unwrap_or_default(),
+        no_route_reason: why.map(|e| e.reason.name().to_owned()).unwrap_or_default(),
     })
 }
 

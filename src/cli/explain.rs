@@ -6,6 +6,7 @@ use super::{
     operator::{self, Connection, Failure, table},
     replicas::percent,
 };
+use crate::error::Reason;
 use crate::proto::{
     Candidate, ExplainRouteRequest, ExplainRouteResponse, Group, RoutingPolicy, SampleRequest,
     Sampling, TokenIds, WeightsConstraint, sample_request::Prompt,
@@ -44,6 +45,9 @@ pub struct Args {
     /// Weights of exactly this version.
     #[arg(long)]
     weights: Option<String>,
+    /// Weights of at least this version.
+    #[arg(long, value_name = "N", conflicts_with = "weights")]
+    weights_at_least: Option<u64>,
     /// Another policy than that of the server.
     #[arg(long, value_enum)]
     policy: Option<Policy>,
@@ -95,7 +99,14 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         super::print(&page(&answer))?;
     }
     if answer.route.is_none() {
-        return Err(Failure::new(Failure::UNAVAILABLE, answer.no_route).into());
+        // As `Sample` would answer: what the fleet lacks does not come by waiting.
+        let lacks = [Reason::NotSupported, Reason::WeightsNotServed];
+        let exit = if lacks.iter().any(|r| r.name() == answer.no_route_reason) {
+            Failure::REFUSED
+        } else {
+            Failure::UNAVAILABLE
+        };
+        return Err(Failure::new(exit, answer.no_route).into());
     }
     Ok(())
 }
@@ -118,8 +129,8 @@ fn request(args: &Args) -> SampleRequest {
             key,
             share: args.share,
         }),
-        weights: args.weights.clone().map(|version| WeightsConstraint {
-            constraint: Some(Constraint::Exact(version)),
+        weights: weights(args).map(|constraint| WeightsConstraint {
+            constraint: Some(constraint),
             wait: false,
         }),
         routing_policy: args
@@ -128,6 +139,11 @@ fn request(args: &Args) -> SampleRequest {
             .into(),
         ..SampleRequest::default()
     }
+}
+
+fn weights(args: &Args) -> Option<Constraint> {
+    let exact = args.weights.clone().map(Constraint::Exact);
+    exact.or(args.weights_at_least.map(Constraint::AtLeast))
 }
 
 fn reason(answer: &ExplainRouteResponse) -> Option<String> {
@@ -200,6 +216,7 @@ fn value(answer: &ExplainRouteResponse) -> Value {
     json!({
         "route": route,
         "no_route": answer.no_route,
+        "no_route_reason": answer.no_route_reason,
         "candidates": candidates.collect::<Vec<_>>(),
     })
 }
@@ -235,7 +252,7 @@ mod tests {
                 candidate(1, true, true, "least loaded"),
                 candidate(2, false, true, "busier"),
             ],
-            no_route: String::new(),
+            ..ExplainRouteResponse::default()
         };
         let text = page(&answer);
         let lines: Vec<&str> = text.lines().collect();

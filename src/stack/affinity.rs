@@ -363,7 +363,7 @@ pub(crate) fn no_route(why: NoRoute) -> Error {
         NoRoute::KvFull => {
             return Error::new(
                 Reason::NoReplica,
-                "no rank has room for a new trajectory now, or others wait before it \
+                "no rank has room for this trajectory now, or others wait before it \
                  (kv-admission)",
             );
         }
@@ -385,16 +385,13 @@ pub(crate) fn no_route(why: NoRoute) -> Error {
         return Error::new(
             Reason::WeightsNotServed,
             format!(
-                "no rank serves the weights asked for any more; served: {}",
+                "no rank serves the weights asked for; served: {}",
                 list(served.into_iter())
             ),
         );
     }
     if lacks.contains(&Lack::Adapter) {
-        return Error::new(
-            Reason::NotSupported,
-            "no rank serves the adapter asked for any more",
-        );
+        return Error::new(Reason::NotSupported, "no rank serves the adapter asked for");
     }
     Error::new(
         Reason::NoReplica,

@@ -151,7 +151,7 @@ impl State {
         )?;
         page.counter(
             "routing_waits_in_vain",
-            "New trajectories that were taken without room after the longest wait",
+            "Turns of trajectories that were taken without room after the longest wait",
             counters.waits_for_kv_in_vain.get(),
         )?;
         let all = self.parts.router.pins();

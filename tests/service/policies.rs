@@ -94,6 +94,7 @@ async fn why_nobody_takes_it_is_an_answer_and_a_bad_request_an_error() {
     let shown = explain(&cluster, asked).await;
     assert!(shown.route.is_none());
     assert!(shown.no_route.contains("adapter"), "{}", shown.no_route);
+    assert_eq!(shown.no_route_reason, "NOT_SUPPORTED");
     assert_eq!(shown.candidates.len(), 2);
     for candidate in &shown.candidates {
         assert_eq!(candidate.why, "it does not serve the adapter");

@@ -188,7 +188,12 @@ pub(super) fn report(result: anyhow::Result<()>) -> ExitCode {
             ExitCode::from(failure.exit)
         }
         None => {
-            let _ = writeln!(out, "Error: {error:?}");
+            // Not its debug form: that has a backtrace where the environment wants
+            // one, which tells a user nothing.
+            let _ = writeln!(out, "Error: {error}");
+            for cause in error.chain().skip(1) {
+                let _ = writeln!(out, "  because: {cause}");
+            }
             ExitCode::FAILURE
         }
     }

@@ -61,7 +61,7 @@ pub enum OpenError {
     /// sled's files do not open. They were put aside.
     #[error(
         "the store at {dir} is damaged: {reason}. Its files were moved to {quarantine}. Restore a \
-         backup of {dir}, or start with accept_loss to begin with an empty store: finished results \
+         backup of {dir}, or start with --accept-loss to begin with an empty store: finished results \
          are then forgotten, and requests whose keys they had are generated again"
     )]
     Quarantined {
@@ -75,7 +75,7 @@ pub enum OpenError {
     /// It opens, but acknowledged records are missing.
     #[error(
         "the store at {dir} has lost records: {reason}. Restore a backup of {dir}, or start with \
-         accept_loss to go on with what is left: requests whose results are missing are then \
+         --accept-loss to go on with what is left: requests whose results are missing are then \
          generated again"
     )]
     Loss {
