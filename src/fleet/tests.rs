@@ -706,6 +706,48 @@ async fn incarnations_do_not_run_backwards_over_a_restart() {
     assert!(after.register(facts("a", "boot2")).await.is_ok());
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_replica_is_its_principals_until_it_is_dead() {
+    use super::restart::Found;
+
+    let before = fleet();
+    let stop = CancellationToken::new();
+    tokio::spawn(before.clone().keep(stop.clone()));
+    let (mine, other): (Arc<str>, Arc<str>) = ("mine".into(), "other".into());
+    let id = ReplicaId::new("a");
+    let register = async |fleet: &Fleet, boot: &str, who: &Arc<str>| {
+        fleet
+            .register_by(facts("a", boot), Some(Arc::clone(who)))
+            .await
+    };
+    let first = register(&before, "boot1", &mine).await.unwrap();
+    assert_eq!(
+        reason(register(&before, "boot2", &other).await),
+        Reason::ReplicaTaken
+    );
+    before.permits(&id, &mine).unwrap();
+    assert_eq!(reason(before.permits(&id, &other)), Reason::ReplicaTaken);
+    before.permits(&ReplicaId::new("b"), &other).unwrap();
+    let noted = before.notes();
+
+    // Silence ends it, and what it was in the way of.
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    assert_eq!(before.list()[0].health, Health::Dead);
+    register(&before, "boot2", &other).await.unwrap();
+    assert_eq!(reason(before.permits(&id, &mine)), Reason::ReplicaTaken);
+    stop.cancel();
+
+    // A note does not say whose it is: the first who speaks for it does.
+    let after = fleet();
+    after.restore(noted, |_| async { Found::Answers }).await;
+    after.permits(&id, &other).unwrap();
+    after.beat(beat("a", first.incarnation, 1)).unwrap();
+    after.spoken_for(&id, &mine);
+    after.spoken_for(&id, &other);
+    after.permits(&id, &mine).unwrap();
+    assert_eq!(reason(after.permits(&id, &other)), Reason::ReplicaTaken);
+}
+
 mod drain;
 mod probing;
 mod restart;

@@ -2,7 +2,8 @@
 
 use berth::proto::{
     CancelSampleRequest, GetPinRequest, GetSampleRequest, Pin, PurgeTenantRequest, RouteReason,
-    SampleRequest, WeightsConstraint, weights_constraint::Constraint,
+    SampleRequest, TokenIds, WeightsConstraint, sample_request::Prompt,
+    weights_constraint::Constraint,
 };
 
 use berth::engine::sim::SimConfig;
@@ -84,6 +85,31 @@ async fn an_affinity_key_is_a_tenants_own() {
     assert!(pin("b").await.is_none());
     assert!(pin("a").await.is_some());
     assert_eq!(reason("trainer-a").await, RouteReason::Pinned);
+    world.stop().await;
+}
+
+#[tokio::test]
+async fn what_berth_knows_of_prompts_is_a_tenants_own() {
+    let world = World::start(2, |config| config.router.keyless_prefix = true).await;
+    // Long enough to be known again by its beginning.
+    let long = SampleRequest {
+        prompt: Some(Prompt::TokenIds(TokenIds {
+            ids: (1..=1024).collect(),
+        })),
+        ..request(1, 4)
+    };
+    let route = async |who: &str, asked: &SampleRequest| {
+        let response = world.sample(who, asked.clone()).await.unwrap();
+        let route = response.samples[0].route.clone().unwrap();
+        (route.reason(), route.expected_cached_tokens)
+    };
+    assert_eq!(route("trainer-a", &long).await, (RouteReason::NoKey, 0));
+    let (reason, expected) = route("trainer-a", &long).await;
+    assert_eq!(reason, RouteReason::Prefix);
+    assert!(expected > 0);
+    // To the other tenant it is new.
+    assert_eq!(route("trainer-b", &long).await, (RouteReason::NoKey, 0));
+    assert_eq!(route("trainer-b", &long).await.0, RouteReason::Prefix);
     world.stop().await;
 }
 
