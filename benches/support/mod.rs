@@ -11,10 +11,21 @@ use berth::{
     },
     server::Server,
 };
-use tonic::transport::Channel;
+use tonic::{Request, transport::Channel};
 
 /// Engines behind the server.
 pub const REPLICAS: usize = 4;
+
+/// What clients show where it is asked for.
+pub const TOKEN: &str = "berth_a-token-of-benchmarks-that-is-long-enough";
+
+/// A call that shows it. Servers that know nobody do not look.
+pub fn shown<T>(message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    let token = format!("Bearer {TOKEN}").parse().unwrap();
+    request.metadata_mut().insert("authorization", token);
+    request
+}
 
 /// Starts it, and registers an engine of these capabilities at each of the addresses.
 /// Nobody beats: leases are long.
@@ -31,7 +42,7 @@ pub async fn serve(
         ReplicaServiceClient::connect(url.clone())
             .await
             .unwrap()
-            .register_replica(RegisterReplicaRequest {
+            .register_replica(shown(RegisterReplicaRequest {
                 replica_id: format!("r{i}"),
                 boot_id: "b".to_owned(),
                 address: Some(Address::Endpoint(engine)),
@@ -46,7 +57,7 @@ pub async fn serve(
                     ..Rank::default()
                 }],
                 ..RegisterReplicaRequest::default()
-            })
+            }))
             .await
             .unwrap();
     }
