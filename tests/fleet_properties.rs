@@ -174,13 +174,12 @@ impl Known {
         }
     }
 
-    /// Why no request may go to this rank, if none may.
+    /// Why no request may go to this rank, if none may. A suspect is the last
+    /// resort.
     fn closed(&self, rank: u32) -> Option<&'static str> {
         let r = &self.ranks[rank as usize];
         if self.dead {
             Some("dead")
-        } else if self.suspect {
-            Some("suspect")
         } else if r.hangs {
             Some("ejected")
         } else if r.ill {
@@ -416,16 +415,25 @@ impl World {
             },
             Instant::now(),
         );
+        // Free of every reason, but for missed beats.
+        let free = |replica: u8, rank: u32| {
+            let known = &self.known[&replica];
+            known.closed(rank).is_none()
+                && known.state == ReportedState::Ready
+                && self.trusted(replica, rank)
+        };
+        let any = |suspect: bool| {
+            let of = |(replica, known): (&u8, &Known)| {
+                (known.suspect == suspect)
+                    .then(|| (0..RANKS).find(|rank| free(*replica, *rank)))
+                    .flatten()
+                    .map(|rank| format!("r{replica}/{rank}"))
+            };
+            self.known.iter().find_map(of)
+        };
         let Ok(decision) = decision else {
-            // Nobody takes it: no rank may be free of every reason.
-            for (replica, known) in &self.known {
-                for rank in 0..RANKS {
-                    let free = known.closed(rank).is_none()
-                        && known.state == ReportedState::Ready
-                        && self.trusted(*replica, rank);
-                    assert!(!free, "r{replica}/{rank} could have taken it");
-                }
-            }
+            let missed = any(false).or_else(|| any(true));
+            assert_eq!(missed, None, "could have taken it");
             return;
         };
         let rank = snapshot.rank(decision.slot).expect("a rank that exists");
@@ -441,6 +449,21 @@ impl World {
             panic!("{target} is {why}, and got a request");
         }
         assert!(self.trusted(*replica, target.rank), "{target} is ejected");
+        assert_eq!(decision.last_resort, known.suspect);
+        if known.suspect {
+            assert_eq!(any(false), None, "open, and {target} is suspect");
+            assert_eq!(known.state, ReportedState::Ready, "{target} drains");
+            // The home first, where it is one of the suspects.
+            let home = pinned.and_then(|pin| snapshot.rank(pin.slot));
+            let at_home = home.and_then(|home| {
+                let mut ids = self.known.keys();
+                let replica = *ids.find(|other| id(**other) == home.target.replica)?;
+                Some(free(replica, home.target.rank))
+            });
+            if at_home == Some(true) {
+                assert_eq!(pinned.map(|pin| pin.slot), Some(decision.slot));
+            }
+        }
         let lived_there = pinned.is_some_and(|pin| pin.slot == decision.slot);
         assert!(
             known.state == ReportedState::Ready || lived_there,

@@ -459,16 +459,25 @@ impl Entry {
         if self.drains.stage() == Stage::Over {
             return RankState::Drained;
         }
-        match self.lease.liveness() {
-            Liveness::Alive => {}
-            Liveness::Unverified => {
-                return RankState::Closed("not heard of since the control plane was restarted");
+        let heard = self.rank_state_as_heard(rank);
+        // A silent one is a last resort where nothing else speaks against it; of
+        // what does, nobody knows whether it still holds.
+        match (self.lease.liveness(), &heard) {
+            (Liveness::Alive, _) => heard,
+            (Liveness::Unverified, _) => {
+                RankState::Closed("not heard of since the control plane was restarted")
             }
-            Liveness::Suspect { .. } => return RankState::Closed("heartbeats are missing"),
-            Liveness::Held | Liveness::Dead => {
-                return RankState::Ejected("heartbeats have been missing for long");
+            (Liveness::Suspect { .. }, RankState::Open) => RankState::Suspect,
+            (Liveness::Suspect { .. }, _) => RankState::Closed("heartbeats are missing"),
+            (Liveness::Held, RankState::Open) => RankState::Held,
+            (Liveness::Held | Liveness::Dead, _) => {
+                RankState::Ejected("heartbeats have been missing for long")
             }
         }
+    }
+
+    /// By the last word of its sidecar and by the data path, however old that word.
+    fn rank_state_as_heard(&self, rank: u32) -> RankState {
         match self.health(rank).map(RankHealth::fitness) {
             Some(Fitness::Out(why)) => return RankState::Ejected(why),
             Some(Fitness::Closed(why)) => return RankState::Closed(why),

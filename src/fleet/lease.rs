@@ -9,14 +9,17 @@
 //! | any but Dead         | Dead    | six beats are missing, and the data path got no |
 //! |                      |         | answer for as long                              |
 //! | any but Dead         | Held    | the same, while too many are silent at once     |
-//! | Held                 | Suspect | a good beat                                     |
+//! | Held                 | Suspect | a good beat, or an answer on the data path      |
 //! | any                  | Dead    | its port refuses connections, it left, or a     |
 //! |                      |         | newer start took its place: at once             |
 //!
 //! Unverified is what a restart of the control plane finds of a replica that it
-//! knew: nobody has heard of it since. Held is self-preservation: when a good part of a fleet falls silent at once,
-//! the fault is more likely here than there. Dead is final: a replica that comes
-//! back is a new incarnation.
+//! knew: nobody has heard of it since. Held is self-preservation: when a good part
+//! of a fleet falls silent at once, the fault is more likely here than there. Dead
+//! is final: a replica that comes back is a new incarnation.
+//!
+//! Suspect and Held take work where nobody else does, so that engines whose sidecars
+//! all fell silent serve on, and prove by it that they live.
 
 use std::time::Duration;
 
@@ -27,7 +30,7 @@ use tokio::time::Instant;
 pub struct LeaseConfig {
     /// How often replicas are told to beat.
     pub interval: Duration,
-    /// Beats missed until no new work is sent.
+    /// Beats missed until no new work is sent while others take it.
     pub suspect_after: u32,
     /// Beats missed until it is dead. Greater than `suspect_after`.
     pub dead_after: u32,
@@ -60,13 +63,13 @@ pub enum Liveness {
     Unverified,
     /// They do.
     Alive,
-    /// Some are missing: no new work.
+    /// Some are missing: no new work while others take it.
     Suspect {
         /// Beats since; enough of them end the suspicion.
         good_beats: u32,
     },
     /// Its time is over, and it is not called dead because too many fell silent
-    /// with it: no new work, and its keys move.
+    /// with it: no new work while others take it, and its keys move there.
     Held,
     /// Final.
     Dead,
@@ -180,6 +183,9 @@ impl Lease {
                 };
             }
             Liveness::Alive if silent >= config.interval * config.suspect_after => {
+                self.liveness = Liveness::Suspect { good_beats: 0 };
+            }
+            Liveness::Held if self.answers(now, config) => {
                 self.liveness = Liveness::Suspect { good_beats: 0 };
             }
             // A suspect that falls silent again starts over.

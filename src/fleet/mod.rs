@@ -491,10 +491,18 @@ impl Fleet {
                         dead.push((replica.clone(), incarnation));
                     }
                     Liveness::Suspect { .. } => {
-                        warn!(%replica, %incarnation, "replica is suspect: heartbeats are missing");
+                        warn!(
+                            %replica, %incarnation,
+                            "replica is suspect: heartbeats are missing; it gets requests only \
+                             where no other takes them"
+                        );
                     }
                     Liveness::Held => {
-                        warn!(%replica, %incarnation, "replica is silent, and spared");
+                        warn!(
+                            %replica, %incarnation,
+                            "replica is silent, and spared; it gets requests only where no \
+                             other takes them"
+                        );
                     }
                     Liveness::Alive | Liveness::Unverified => {}
                 }

@@ -37,6 +37,13 @@ pub enum RankState {
     /// None for now, and soon all again: generation is paused, as for a weight
     /// sync. Keys that live here keep their pins.
     Paused,
+    /// All, and only where no other rank that could serve them takes any:
+    /// heartbeats are missing, and nothing else speaks against it. Keys that live
+    /// here keep their pins.
+    Suspect,
+    /// Likewise, and its keys move where another takes them: heartbeats have been
+    /// missing for as long as a lease, and too many fell silent with it.
+    Held,
     /// None for longer, and its keys move: the data path ejected it, or it has
     /// been unwell for as long as a lease.
     Ejected(&'static str),
@@ -45,6 +52,11 @@ pub enum RankState {
 }
 
 impl RankState {
+    /// It takes requests where nobody else does.
+    pub fn is_last_resort(&self) -> bool {
+        matches!(self, Self::Suspect | Self::Held)
+    }
+
     /// For people, in one phrase.
     pub fn text(&self) -> &'static str {
         match self {
@@ -52,6 +64,8 @@ impl RankState {
             Self::PinnedOnly => "it drains and takes no new work",
             Self::Drained => "it drains, and its keys move",
             Self::Paused => "generation is paused",
+            Self::Suspect => "heartbeats are missing: it is the last resort",
+            Self::Held => "heartbeats have been missing for long: it is the last resort",
             Self::Closed(why) | Self::Ejected(why) => why,
         }
     }

@@ -32,6 +32,8 @@ pub struct Outcome {
     pub reason: RouteReason,
     /// Cached tokens that may be expected there.
     pub expected_cached_tokens: u32,
+    /// See [`Decision`](super::Decision).
+    pub last_resort: bool,
 }
 
 /// A rank as the decision saw it.
@@ -94,6 +96,7 @@ impl Router {
                 target: plan.rank.target.clone(),
                 reason: plan.reason,
                 expected_cached_tokens: plan.expected,
+                last_resort: plan.rank.state.is_last_resort(),
             }),
             candidates,
         }
@@ -110,8 +113,14 @@ fn candidate(
     Candidate {
         target: rank.target.clone(),
         chosen: chosen.is_some(),
-        eligible: !matches!(seat.out, Some(Out::State | Out::Avoided | Out::Lacks)),
+        eligible: !matches!(
+            seat.out,
+            Some(Out::State | Out::Suspect | Out::Avoided | Out::Lacks)
+        ),
         why: match (chosen, seat.out) {
+            (Some(plan), _) if rank.state.is_last_resort() => {
+                format!("{}; {LAST_RESORT}", taken(plan.reason))
+            }
             (Some(plan), _) => taken(plan.reason).to_owned(),
             (None, Some(out)) => passed_over(out, rank, request, plan),
             (None, None) => "it could be taken".to_owned(),
@@ -123,6 +132,9 @@ fn candidate(
         kv_capacity: rank.facts.kv_capacity,
     }
 }
+
+/// Why one is taken of whom nobody has heard for a while.
+const LAST_RESORT: &str = "heartbeats are missing here, and no rank that could serve this is open";
 
 fn taken(reason: RouteReason) -> &'static str {
     match reason {
@@ -157,7 +169,7 @@ fn passed_over(
             let lack = request.needs.lack(rank);
             return lack.map_or_else(String::new, |lack| lack.to_string());
         }
-        Out::State => rank.state.text(),
+        Out::State | Out::Suspect => rank.state.text(),
         Out::Avoided => "the request has just failed here",
         Out::NoAdapter => "the adapter is not in memory here, and is elsewhere",
         Out::KvFull => {

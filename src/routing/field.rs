@@ -13,6 +13,8 @@ use crate::fleet::snapshot::{ModelView, RankSlot, RankState, RankView, Snapshot}
 pub(super) enum Out {
     /// It takes no such requests now.
     State,
+    /// Its heartbeats are missing, and others take requests.
+    Suspect,
     /// This request has just failed there.
     Avoided,
     /// It cannot serve this.
@@ -77,6 +79,8 @@ pub(super) struct Field<'f> {
     count: u64,
     weight: f64,
     eligible: u64,
+    /// Nobody takes requests, so that those are in that only lack heartbeats.
+    last_resort: bool,
 }
 
 impl<'f> Field<'f> {
@@ -94,8 +98,10 @@ impl<'f> Field<'f> {
             count: 0,
             weight: 0.0,
             eligible: 0,
+            last_resort: false,
         };
         let mut judged = None;
+        let mut suspects = false;
         for &index in &model.ranks {
             let rank = &fleet.ranks[index];
             // Ranks of one replica follow each other and can the same.
@@ -109,7 +115,10 @@ impl<'f> Field<'f> {
             };
             let out = if !able || !request.needs.admits_weights(rank) {
                 Some(Out::Lacks)
-            } else if rank.state != RankState::Open {
+            } else if rank.state.is_last_resort() && !request.avoid.contains(&rank.slot) {
+                suspects = true;
+                Some(Out::Suspect)
+            } else if rank.state != RankState::Open && !rank.state.is_last_resort() {
                 Some(Out::State)
             } else if request.avoid.contains(&rank.slot) {
                 Some(Out::Avoided)
@@ -118,9 +127,7 @@ impl<'f> Field<'f> {
             };
             let count = measure.of(rank);
             if out.is_none() {
-                field.count += count;
-                field.weight += rank.weight();
-                field.eligible += 1;
+                field.let_in(rank, count);
             }
             field.seats.push(Seat {
                 count,
@@ -128,7 +135,36 @@ impl<'f> Field<'f> {
                 out,
             });
         }
+        if suspects && field.eligible == 0 {
+            field.turn_to_suspects();
+        }
         field
+    }
+
+    fn let_in(&mut self, rank: &RankView, count: u64) {
+        self.count += count;
+        self.weight += rank.weight();
+        self.eligible += 1;
+    }
+
+    /// Better somebody of whom nobody has heard for a while than nobody.
+    fn turn_to_suspects(&mut self) {
+        self.last_resort = true;
+        for member in 0..self.seats.len() {
+            let rank = self.rank(member);
+            if let Some(seat) = self.seats.get_mut(member)
+                && seat.out == Some(Out::Suspect)
+            {
+                seat.out = None;
+                let count = seat.count;
+                self.let_in(rank, count);
+            }
+        }
+    }
+
+    /// Those that are in are so for want of anybody better.
+    pub(super) fn is_last_resort(&self) -> bool {
+        self.last_resort
     }
 
     pub(super) fn rank(&self, member: usize) -> &'f RankView {

@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use self::place::keeps;
 use super::{
     config::{KvAdmission, RouterConfig},
-    field::{Field, Measure},
+    field::{Field, Measure, Out},
     groups::Groups,
     line::Lines,
     moves::{Budget, MoveConfig, Queued},
@@ -94,6 +94,22 @@ impl<'f> Survey<'_, 'f> {
             return Err(why_none(self.fleet, self.model, self.request));
         }
         Ok(field)
+    }
+
+    /// A key's home that only lacks heartbeats, where nobody else takes requests
+    /// either: its cache is no colder for that.
+    fn last_resort_at(&mut self, pin: Pinned) -> Option<Plan<'f>> {
+        let rank = self.fleet.rank(pin.slot)?;
+        if !rank.state.is_last_resort() {
+            return None;
+        }
+        let request = self.request;
+        let field = self.by(Measure::Live).ok()?;
+        if !field.is_last_resort() || !field.left().any(|(other, _)| other.slot == rank.slot) {
+            return None;
+        }
+        field.only(rank.slot, Out::Pinned);
+        Some(Plan::warm(rank, request, pin))
     }
 }
 
@@ -203,7 +219,13 @@ impl Router {
         };
         match (request.policy, request.key) {
             (RoutingPolicy::Affinity, Some(key)) => {
-                match pinned.map(|pin| self.home(fleet, request, pin, now)) {
+                let home = pinned.map(|pin| self.home(fleet, request, pin, now));
+                if let (Some(Home::Away(_) | Home::Gone(_)), Some(pin)) = (&home, pinned)
+                    && let Some(stay) = survey.last_resort_at(pin.at)
+                {
+                    return Ok(stay);
+                }
+                match home {
                     Some(Home::Here(plan)) => Ok(plan),
                     Some(Home::Busy(stay, moves, wait)) => {
                         let away = survey.by(Measure::Live).ok().and_then(|field| {
@@ -284,8 +306,10 @@ impl Router {
         };
         match rank.state {
             RankState::Drained => return Home::Gone(RouteReason::Draining),
-            RankState::Ejected(_) => return Home::Gone(RouteReason::ReplicaLost),
-            RankState::Closed(_) | RankState::Paused => return Home::Away(RouteReason::Detour),
+            RankState::Ejected(_) | RankState::Held => return Home::Gone(RouteReason::ReplicaLost),
+            RankState::Closed(_) | RankState::Paused | RankState::Suspect => {
+                return Home::Away(RouteReason::Detour);
+            }
             RankState::Open | RankState::PinnedOnly => {}
         }
         if request.needs.permanent_lack(rank).is_some() {
@@ -294,17 +318,7 @@ impl Router {
         if !request.needs.admits_weights(rank) {
             return Home::Away(RouteReason::Weights);
         }
-        // KV of another load of the adapter is another adapter's.
-        let same = pin.adapter == rank.adapter_load(request.needs.adapter.as_deref());
-        let held = if same { pin.tokens } else { 0 };
-        let plan = Plan {
-            rank,
-            reason: RouteReason::Pinned,
-            expected: expected_cached(held, request.prompt_tokens, rank),
-            verifiable: pin.weights == weights_name(&rank.weight_version),
-            act: Act::Stay,
-            grouped: false,
-        };
+        let plan = Plan::warm(rank, request, pin);
         if let Some(admission) = self.config.kv_admission
             && !admission.is_over(request.hints.waited)
             && (self.gets_in_line(request, Some(seen)) || !keeps(rank, request, seen, &admission))
@@ -414,6 +428,7 @@ impl Router {
             slot: plan.rank.slot,
             reason: plan.reason,
             expected_cached_tokens: plan.expected,
+            last_resort: plan.rank.state.is_last_resort(),
             verifiable: plan.verifiable && plan.expected > 0,
             ticket: load.take(request.samples),
             queued,
@@ -422,6 +437,21 @@ impl Router {
 }
 
 impl<'f> Plan<'f> {
+    /// The key's own rank.
+    fn warm(rank: &'f RankView, request: &RouteRequest<'_>, pin: Pinned) -> Self {
+        // KV of another load of the adapter is another adapter's.
+        let same = pin.adapter == rank.adapter_load(request.needs.adapter.as_deref());
+        let held = if same { pin.tokens } else { 0 };
+        Self {
+            rank,
+            reason: RouteReason::Pinned,
+            expected: expected_cached(held, request.prompt_tokens, rank),
+            verifiable: pin.weights == weights_name(&rank.weight_version),
+            act: Act::Stay,
+            grouped: false,
+        }
+    }
+
     /// A rank that is expected to hold nothing.
     fn cold(rank: &'f RankView, reason: RouteReason, act: Act) -> Self {
         Self {

@@ -87,6 +87,9 @@ pub struct Decision {
     /// The expectation can be held against the rank: it has served this history
     /// before, by the weights that it serves now.
     pub verifiable: bool,
+    /// Heartbeats of the rank are missing, and no other that could serve this takes
+    /// requests.
+    pub last_resort: bool,
     /// The samples count as load until this is dropped.
     pub ticket: LoadTicket,
     /// Its prompt waits to be computed until this is dropped: with the first

@@ -329,6 +329,9 @@ where
         let decision = self.router.route(&snapshot, &request, Instant::now())?;
         let view = snapshot.rank(decision.slot).ok_or(NoRoute::NoneOpen)?;
         self.counters.routed(decision.reason).one();
+        if decision.last_resort {
+            self.counters.last_resorts.one();
+        }
         Ok(Chosen {
             rank: RoutedRank::of(view),
             reason: decision.reason,

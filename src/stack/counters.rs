@@ -92,6 +92,9 @@ counters! {
     waits_for_kv_in_vain,
     /// Choices of another rank than the pinned one that left the pin where it is.
     detours,
+    /// Choices of a rank whose heartbeats are missing, because no other that could
+    /// serve the request takes any.
+    last_resorts,
     /// Choices that waited because all that could serve were paused.
     waits_for_pause,
     /// Samples finished.

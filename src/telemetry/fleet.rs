@@ -35,6 +35,8 @@ pub(super) fn write(fleet: &Fleet, page: &mut Page<'_>) -> fmt::Result {
         "pinned_only",
         "closed",
         "paused",
+        "suspect",
+        "held",
         "ejected",
         "drained",
     ];
@@ -155,6 +157,8 @@ fn state_name(state: &RankState) -> &'static str {
         RankState::PinnedOnly => "pinned_only",
         RankState::Closed(_) => "closed",
         RankState::Paused => "paused",
+        RankState::Suspect => "suspect",
+        RankState::Held => "held",
         RankState::Ejected(_) => "ejected",
         RankState::Drained => "drained",
     }

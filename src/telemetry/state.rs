@@ -154,6 +154,11 @@ impl State {
             "Turns of trajectories that were taken without room after the longest wait",
             counters.waits_for_kv_in_vain.get(),
         )?;
+        page.counter(
+            "routing_last_resorts",
+            "Choices of a rank whose heartbeats are missing, for want of any other",
+            counters.last_resorts.get(),
+        )?;
         let all = self.parts.router.pins();
         let snapshot = self.parts.fleet.snapshot();
         let live: u64 = snapshot.ranks.iter().map(|r| r.load.live_pins()).sum();

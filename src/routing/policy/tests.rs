@@ -4,6 +4,7 @@ mod adapters;
 mod explain;
 mod groups;
 mod kv;
+mod last_resort;
 mod moving;
 mod prefixes;
 mod refuge;

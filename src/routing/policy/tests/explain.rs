@@ -104,7 +104,7 @@ proptest! {
     /// that the next decision has, changes no load and no pin, and marks one rank.
     #[test]
     fn the_explanation_is_the_decision(
-        steps in prop::collection::vec((0u64..12, 0u8..8, 0u32..4), 1..80),
+        steps in prop::collection::vec((0u64..12, 0u8..9, 0u32..4), 1..80),
         factor in prop::sample::select(vec![1.0, 1.25, f64::INFINITY]),
     ) {
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -126,6 +126,7 @@ proptest! {
                     1 => fleet.set(slot, |r| r.state = RankState::Drained),
                     2 => fleet.set(slot, |r| r.state = RankState::Open),
                     3 => { running.pop(); }
+                    7 => fleet.set(slot, |r| r.state = RankState::Suspect),
                     4 => request.key = None,
                     5 => request.policy = RoutingPolicy::RoundRobin,
                     6 => request.hints.group = Some(Siblings { key: 1, share: slot == 0 }),
