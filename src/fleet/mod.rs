@@ -62,7 +62,8 @@ pub struct FleetConfig {
     pub health: HealthConfig,
     /// A dead replica is shown for so long, then forgotten.
     pub forget_after: Duration,
-    /// Replicas known at once, dead ones included; more are refused.
+    /// Replicas known at once, dead ones included. A newcomer beyond takes the place
+    /// of the one that has been dead for longest; where all live it is refused.
     pub max_replicas: usize,
     /// So long pinned keys may stay at a replica that drains, where neither the
     /// operator nor the sidecar says it. At most [`drain::MAX_GRACE`].
@@ -226,7 +227,8 @@ impl Fleet {
     ///
     /// # Errors
     /// INCARNATION_DEAD when this very start was declared dead,
-    /// STALE_INCARNATION when a newer one is known, and what the store says.
+    /// STALE_INCARNATION when a newer one is known, FLEET_FULL when as many replicas
+    /// live as are allowed, and what the store says.
     pub async fn register(&self, facts: ReplicaFacts) -> Result<Registered, Error> {
         self.register_by(facts, None).await
     }
@@ -245,16 +247,8 @@ impl Fleet {
         {
             let state = self.lock();
             state.permits(&facts.id, principal.as_deref())?;
-            if !state.replicas.contains_key(&facts.id)
-                && state.replicas.len() >= self.config.max_replicas
-            {
-                return Err(Error::new(
-                    Reason::FleetFull,
-                    format!(
-                        "{} replicas are known, as many as are allowed (max-replicas)",
-                        state.replicas.len()
-                    ),
-                ));
+            if state.whose_place(&facts.id, &self.config) == Place::None {
+                return Err(full(&self.config));
             }
         }
         let grant = self
@@ -293,6 +287,12 @@ impl Fleet {
         }
         if state.is_buried(&facts.id, grant.incarnation) {
             return Err(dead(&facts.id, grant.incarnation));
+        }
+        // Again: others may have come meanwhile.
+        match state.whose_place(&facts.id, &self.config) {
+            Place::Free => {}
+            Place::Of(gone) => state.bury(&gone, &self.config),
+            Place::None => return Err(full(&self.config)),
         }
         info!(
             replica = %facts.id,
@@ -627,21 +627,40 @@ impl State {
 
     /// Forgets who has been dead for long. Returns whether anybody was.
     fn forget(&mut self, now: Instant, config: &FleetConfig) -> bool {
-        let before = self.replicas.len();
-        let buried = &mut self.buried;
-        self.replicas.retain(|replica, entry| {
-            let lately = |at| now - at < config.forget_after;
-            // A hold is for the start that comes, however late.
-            let keep = entry.drains.holds() || entry.died_at.is_none_or(lately);
-            if !keep {
-                buried.retain(|(other, _)| other != replica);
-                buried.push_back((replica.clone(), entry.incarnation));
-            }
-            keep
+        let lately = |at| now - at < config.forget_after;
+        // A hold is for the start that comes, however late.
+        let keep = |entry: &Entry| entry.drains.holds() || entry.died_at.is_none_or(lately);
+        let gone = self.replicas.iter().filter(|(_, entry)| !keep(entry));
+        let gone: Vec<ReplicaId> = gone.map(|(replica, _)| replica.clone()).collect();
+        for replica in &gone {
+            self.bury(replica, config);
+        }
+        !gone.is_empty()
+    }
+
+    /// Forgets a dead replica, but for that its start is over.
+    fn bury(&mut self, replica: &ReplicaId, config: &FleetConfig) {
+        let Some(entry) = self.replicas.remove(replica) else {
+            return;
+        };
+        self.buried.retain(|(other, _)| other != replica);
+        self.buried.push_back((replica.clone(), entry.incarnation));
+        let more = self.buried.len().saturating_sub(config.max_replicas);
+        self.buried.drain(..more);
+    }
+
+    /// Where a replica that registers is put. Of the dead, those go last whose next
+    /// start an operator has drained beforehand.
+    fn whose_place(&self, replica: &ReplicaId, config: &FleetConfig) -> Place {
+        if self.replicas.contains_key(replica) || self.replicas.len() < config.max_replicas {
+            return Place::Free;
+        }
+        let dead = self.replicas.iter().filter_map(|(replica, entry)| {
+            let died_at = entry.died_at?;
+            Some((entry.drains.holds(), died_at, replica))
         });
-        let most = config.max_replicas;
-        buried.drain(..buried.len().saturating_sub(most));
-        self.replicas.len() != before
+        dead.min()
+            .map_or(Place::None, |(_, _, replica)| Place::Of(replica.clone()))
     }
 
     fn is_buried(&self, replica: &ReplicaId, incarnation: Incarnation) -> bool {
@@ -683,6 +702,29 @@ impl State {
             .get_mut(&target.replica)
             .filter(|e| e.incarnation == target.incarnation)
     }
+}
+
+/// Where a replica is put.
+#[derive(Debug, PartialEq, Eq)]
+enum Place {
+    /// It has one, or there is one.
+    Free,
+    /// That of this one, which has been dead for longest.
+    Of(ReplicaId),
+    /// Nowhere: all live.
+    None,
+}
+
+fn full(config: &FleetConfig) -> Error {
+    Error::new(
+        Reason::FleetFull,
+        format!(
+            "{} replicas are registered and live, as many as are allowed: start the control \
+             plane with a higher max-replicas, or end replicas that are not wanted; this one \
+             may register as soon as one has left or is dead",
+            config.max_replicas
+        ),
+    )
 }
 
 /// Why an entry is dead that took its leave.

@@ -284,8 +284,8 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// From ranks in any order. `rings` are kept where their members are the
-    /// same, since building one costs far more than looking it up.
+    /// From ranks in any order. Rings are kept where their members are the same, and
+    /// changed where they are not: building one costs far more than looking it up.
     pub fn build(
         mut ranks: Vec<RankView>,
         lost_models: HashSet<Arc<str>>,
@@ -307,13 +307,11 @@ impl Snapshot {
                     .iter()
                     .map(|&i| (ranks[i].target.replica.clone(), ranks[i].target.rank))
                     .collect();
-                let ring = previous
-                    .models
-                    .get(&model)
-                    .map(|m| &m.ring)
-                    .filter(|ring| ring.members() == names)
-                    .cloned()
-                    .unwrap_or_else(|| Arc::new(Ring::new(names)));
+                let ring = match previous.models.get(&model).map(|m| &m.ring) {
+                    Some(ring) if ring.members() == names => Arc::clone(ring),
+                    Some(ring) => Arc::new(ring.with(names)),
+                    None => Arc::new(Ring::new(names)),
+                };
                 (
                     model,
                     ModelView {

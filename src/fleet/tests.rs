@@ -683,11 +683,52 @@ async fn strangers_cannot_fill_the_registry() {
     );
     fleet.register(facts("a", "boot")).await.unwrap();
     fleet.register(facts("b", "boot")).await.unwrap();
+    let full = fleet.register(facts("c", "boot")).await.unwrap_err();
+    assert_eq!(full.reason, Reason::FleetFull);
+    assert!(full.message.contains("max-replicas"), "{}", full.message);
+    assert!(fleet.register(facts("b", "boot2")).await.is_ok());
+}
+
+/// Ids that come and go, as of pods, are no reason to refuse who lives.
+#[tokio::test(start_paused = true)]
+async fn a_newcomer_takes_the_place_of_who_has_been_dead_for_longest() {
+    let fleet = Fleet::new(
+        FleetConfig {
+            max_replicas: 3,
+            ..FleetConfig::default()
+        },
+        Arc::new(MemoryStore::default()),
+    );
+    let mut starts = Vec::new();
+    for id in ["a", "b", "c"] {
+        starts.push(fleet.register(facts(id, "boot")).await.unwrap().incarnation);
+    }
+    for (id, start) in [("b", starts[1]), ("a", starts[0])] {
+        tokio::time::advance(Duration::from_secs(1)).await;
+        fleet.deregister(&ReplicaId::new(id), start);
+    }
+    let ids = || -> Vec<String> {
+        let all = fleet.list().into_iter();
+        all.map(|r| r.facts.id.as_str().to_owned()).collect()
+    };
+    fleet.register(facts("d", "boot")).await.unwrap();
+    assert_eq!(ids(), ["a", "c", "d"]);
+    // Dead is final, also for who made room.
     assert_eq!(
-        reason(fleet.register(facts("c", "boot")).await),
+        reason(fleet.register(facts("b", "boot")).await),
+        Reason::IncarnationDead
+    );
+    assert_eq!(
+        ids(),
+        ["a", "c", "d"],
+        "nobody makes room for who is refused"
+    );
+    fleet.register(facts("b", "boot2")).await.unwrap();
+    assert_eq!(ids(), ["b", "c", "d"]);
+    assert_eq!(
+        reason(fleet.register(facts("e", "boot")).await),
         Reason::FleetFull
     );
-    assert!(fleet.register(facts("b", "boot2")).await.is_ok());
 }
 
 #[tokio::test(start_paused = true)]

@@ -6,7 +6,10 @@
 //! `hashring` has one point per node and hashes with whatever `Hash` does, so
 //! virtual nodes are made here, and hash explicit bytes only.
 
-use std::hash::{Hash, Hasher};
+use std::{
+    collections::HashMap,
+    hash::{Hash, Hasher},
+};
 
 use hashring::HashRing;
 use xxhash_rust::xxh3::Xxh3DefaultBuilder;
@@ -22,7 +25,7 @@ const VIRTUAL_NODES: u32 = 128;
 const PROBES: u32 = 32;
 
 /// One point of a rank.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct VirtualNode {
     member: usize,
     point: [u8; 16],
@@ -49,6 +52,15 @@ impl Hash for VirtualNode {
         // byte order.
         state.write(&self.point);
     }
+}
+
+/// All points of a rank but that of the fallback order.
+fn nodes_of(member: usize, of: &(ReplicaId, u32)) -> impl Iterator<Item = VirtualNode> {
+    (0..VIRTUAL_NODES).map(move |n| VirtualNode::new(member, &of.0, of.1, n))
+}
+
+fn point_of(member: &(ReplicaId, u32)) -> [u8; 16] {
+    VirtualNode::new(0, &member.0, member.1, VIRTUAL_NODES).point
 }
 
 /// A key with a salt.
@@ -87,20 +99,48 @@ impl Ring {
     /// Of these ranks, named without their incarnation: a restarted rank has the
     /// same home keys. Their order does not change the mapping.
     pub fn new(members: Vec<(ReplicaId, u32)>) -> Self {
-        let mut ring = HashRing::with_hasher(Xxh3DefaultBuilder::new());
-        ring.batch_add(
-            members
-                .iter()
-                .enumerate()
-                .flat_map(|(i, (replica, rank))| {
-                    (0..VIRTUAL_NODES).map(move |n| VirtualNode::new(i, replica, *rank, n))
-                })
-                .collect(),
-        );
-        let points = members
-            .iter()
-            .map(|(replica, rank)| VirtualNode::new(0, replica, *rank, VIRTUAL_NODES).point)
+        let all = 0..members.len();
+        let nodes = all.flat_map(|i| nodes_of(i, &members[i])).collect();
+        let points = members.iter().map(point_of).collect();
+        Self::of(nodes, points, members)
+    }
+
+    /// The same as [`new`](Self::new), for less where most of them are in `self`:
+    /// their points are taken over, in their order, so that there is nearly nothing
+    /// to sort.
+    #[must_use]
+    pub fn with(&self, members: Vec<(ReplicaId, u32)>) -> Self {
+        let known: HashMap<&(ReplicaId, u32), usize> = self.members.iter().zip(0..).collect();
+        let before: Vec<Option<usize>> = members.iter().map(|m| known.get(m).copied()).collect();
+        if before.iter().flatten().count() * 2 < members.len() {
+            return Self::new(members);
+        }
+        // By their old number.
+        let mut now = vec![None; self.members.len()];
+        for (new, old) in before.iter().enumerate() {
+            if let Some(old) = old {
+                now[*old] = Some(new);
+            }
+        }
+        let old = self.ring.clone().into_iter();
+        let mut nodes: Vec<VirtualNode> = old
+            .filter_map(|node| {
+                let member = now[node.member]?;
+                Some(VirtualNode { member, ..node })
+            })
             .collect();
+        let new = before.iter().enumerate().filter(|(_, old)| old.is_none());
+        nodes.extend(new.flat_map(|(i, _)| nodes_of(i, &members[i])));
+        let points = members.iter().zip(&before);
+        let points = points
+            .map(|(member, old)| old.map_or_else(|| point_of(member), |old| self.points[old]))
+            .collect();
+        Self::of(nodes, points, members)
+    }
+
+    fn of(nodes: Vec<VirtualNode>, points: Vec<[u8; 16]>, members: Vec<(ReplicaId, u32)>) -> Self {
+        let mut ring = HashRing::with_hasher(Xxh3DefaultBuilder::new());
+        ring.batch_add(nodes);
         Self {
             members,
             points,
@@ -184,6 +224,25 @@ mod tests {
             let home = all.home(key(i)).unwrap();
             if home != 7 {
                 assert_eq!(fewer.home(key(i)).unwrap(), home);
+            }
+        }
+    }
+
+    /// Whoever comes and goes, the mapping is that of a ring made anew.
+    #[test]
+    fn a_ring_that_is_changed_is_the_ring_made_anew() {
+        let all = ring(12, 2).members().to_vec();
+        let mut changed = Ring::new(all[..8].to_vec());
+        for (from, to) in [(0, 9), (3, 9), (3, 20), (2, 21), (20, 24), (5, 5), (1, 24)] {
+            changed = changed.with(all[from..to].to_vec());
+            let anew = Ring::new(all[from..to].to_vec());
+            assert_eq!(changed.members(), anew.members());
+            for i in 0..500 {
+                assert_eq!(changed.home(key(i)), anew.home(key(i)));
+                let few = |m: usize| m % 7 == 6;
+                assert_eq!(changed.first(key(i), few), anew.first(key(i), few));
+                let last = |m: usize| m + 1 == to - from;
+                assert_eq!(changed.first(key(i), last), anew.first(key(i), last));
             }
         }
     }

@@ -33,6 +33,9 @@ pub enum CallError {
     /// helps.
     #[error("the control plane has declared this start dead: {0}")]
     Dead(String),
+    /// As many replicas are registered as it allows.
+    #[error("the control plane has no place for another replica: {0}")]
+    Full(String),
     /// It could not be reached or could not answer.
     #[error("the control plane does not answer: {0}")]
     Failed(String),
@@ -42,6 +45,7 @@ impl From<Status> for CallError {
     fn from(status: Status) -> Self {
         let said = format!("{:?}: {}", status.code(), status.message());
         match status.code() {
+            Code::ResourceExhausted if is(&status, Reason::FleetFull) => Self::Full(said),
             Code::NotFound => Self::Unknown(said),
             Code::FailedPrecondition if is(&status, Reason::IncarnationDead) => Self::Dead(said),
             Code::FailedPrecondition => Self::Stale(said),

@@ -404,7 +404,9 @@ impl Sidecar {
                     self.stale = Some(said);
                     return Event::Stale;
                 }
-                Err(error @ (CallError::Failed(_) | CallError::Refused(_))) => {
+                Err(
+                    error @ (CallError::Failed(_) | CallError::Full(_) | CallError::Refused(_)),
+                ) => {
                     if self.failures == 0 {
                         tracing::warn!(replica = %self.config.replica_id, %error, "a heartbeat is not taken");
                     }
