@@ -285,7 +285,7 @@ pub struct Snapshot {
 
 impl Snapshot {
     /// From ranks in any order. Rings are kept where their members are the same, and
-    /// changed where they are not: building one costs far more than looking it up.
+    /// grow where there are more: building one costs far more than looking it up.
     pub fn build(
         mut ranks: Vec<RankView>,
         lost_models: HashSet<Arc<str>>,

@@ -27,20 +27,20 @@ const PROBES: u32 = 32;
 /// One point of a rank.
 #[derive(Clone, Debug)]
 struct VirtualNode {
-    member: usize,
+    number: usize,
     point: [u8; 16],
 }
 
 impl VirtualNode {
-    fn new(member: usize, replica: &ReplicaId, rank: u32, number: u32) -> Self {
+    fn new(number: usize, replica: &ReplicaId, rank: u32, nth: u32) -> Self {
         let mut bytes = Vec::with_capacity(replica.as_str().len() + 9);
         bytes.extend_from_slice(replica.as_str().as_bytes());
         // No replica id holds a zero byte, so no two ranks give the same bytes.
         bytes.push(0);
         bytes.extend_from_slice(&rank.to_le_bytes());
-        bytes.extend_from_slice(&number.to_le_bytes());
+        bytes.extend_from_slice(&nth.to_le_bytes());
         Self {
-            member,
+            number,
             point: xxhash_rust::xxh3::xxh3_128(&bytes).to_le_bytes(),
         }
     }
@@ -55,8 +55,8 @@ impl Hash for VirtualNode {
 }
 
 /// All points of a rank but that of the fallback order.
-fn nodes_of(member: usize, of: &(ReplicaId, u32)) -> impl Iterator<Item = VirtualNode> {
-    (0..VIRTUAL_NODES).map(move |n| VirtualNode::new(member, &of.0, of.1, n))
+fn nodes_of(number: usize, of: &(ReplicaId, u32)) -> impl Iterator<Item = VirtualNode> {
+    (0..VIRTUAL_NODES).map(move |n| VirtualNode::new(number, &of.0, of.1, n))
 }
 
 fn point_of(member: &(ReplicaId, u32)) -> [u8; 16] {
@@ -84,6 +84,8 @@ impl Hash for Probe {
 /// The ring of one set of ranks.
 pub struct Ring {
     members: Vec<(ReplicaId, u32)>,
+    /// By the number that points have: the position in `members`.
+    places: Vec<usize>,
     /// Per member, for the fallback order.
     points: Vec<[u8; 16]>,
     ring: HashRing<VirtualNode, Xxh3DefaultBuilder>,
@@ -99,51 +101,44 @@ impl Ring {
     /// Of these ranks, named without their incarnation: a restarted rank has the
     /// same home keys. Their order does not change the mapping.
     pub fn new(members: Vec<(ReplicaId, u32)>) -> Self {
-        let all = 0..members.len();
-        let nodes = all.flat_map(|i| nodes_of(i, &members[i])).collect();
-        let points = members.iter().map(point_of).collect();
-        Self::of(nodes, points, members)
-    }
-
-    /// The same as [`new`](Self::new), for less where most of them are in `self`:
-    /// their points are taken over, in their order, so that there is nearly nothing
-    /// to sort.
-    #[must_use]
-    pub fn with(&self, members: Vec<(ReplicaId, u32)>) -> Self {
-        let known: HashMap<&(ReplicaId, u32), usize> = self.members.iter().zip(0..).collect();
-        let before: Vec<Option<usize>> = members.iter().map(|m| known.get(m).copied()).collect();
-        if before.iter().flatten().count() * 2 < members.len() {
-            return Self::new(members);
-        }
-        // By their old number.
-        let mut now = vec![None; self.members.len()];
-        for (new, old) in before.iter().enumerate() {
-            if let Some(old) = old {
-                now[*old] = Some(new);
-            }
-        }
-        let old = self.ring.clone().into_iter();
-        let mut nodes: Vec<VirtualNode> = old
-            .filter_map(|node| {
-                let member = now[node.member]?;
-                Some(VirtualNode { member, ..node })
-            })
-            .collect();
-        let new = before.iter().enumerate().filter(|(_, old)| old.is_none());
-        nodes.extend(new.flat_map(|(i, _)| nodes_of(i, &members[i])));
-        let points = members.iter().zip(&before);
-        let points = points
-            .map(|(member, old)| old.map_or_else(|| point_of(member), |old| self.points[old]))
-            .collect();
-        Self::of(nodes, points, members)
-    }
-
-    fn of(nodes: Vec<VirtualNode>, points: Vec<[u8; 16]>, members: Vec<(ReplicaId, u32)>) -> Self {
+        let all = members.iter().enumerate();
+        let nodes = all.flat_map(|(i, member)| nodes_of(i, member)).collect();
         let mut ring = HashRing::with_hasher(Xxh3DefaultBuilder::new());
         ring.batch_add(nodes);
         Self {
+            places: (0..members.len()).collect(),
+            points: members.iter().map(point_of).collect(),
             members,
-            points,
+            ring,
+        }
+    }
+
+    /// The same as [`new`](Self::new), for less where all of `self` are among them:
+    /// their points are in order already.
+    #[must_use]
+    pub fn with(&self, members: Vec<(ReplicaId, u32)>) -> Self {
+        let at: HashMap<&(ReplicaId, u32), usize> = members.iter().zip(0..).collect();
+        let moved = self.members.iter().map(|member| at.get(member).copied());
+        let Some(moved) = moved.collect::<Option<Vec<usize>>>() else {
+            // `hashring` takes points out one by one, each by moving all behind it.
+            return Self::new(members);
+        };
+        let mut places: Vec<usize> = self.places.iter().map(|old| moved[*old]).collect();
+        let mut old = vec![false; members.len()];
+        for place in &places {
+            old[*place] = true;
+        }
+        let mut nodes = Vec::new();
+        for (place, member) in members.iter().enumerate().filter(|(place, _)| !old[*place]) {
+            nodes.extend(nodes_of(places.len(), member));
+            places.push(place);
+        }
+        let mut ring = self.ring.clone();
+        ring.batch_add(nodes);
+        Self {
+            places,
+            points: members.iter().map(point_of).collect(),
+            members,
             ring,
         }
     }
@@ -157,7 +152,8 @@ impl Ring {
     /// `members`. The order begins with the key's home.
     pub fn first(&self, key: u128, mut takes: impl FnMut(usize) -> bool) -> Option<usize> {
         for salt in 0..PROBES {
-            let member = self.ring.get(&Probe::new(key, salt))?.member;
+            let number = self.ring.get(&Probe::new(key, salt))?.number;
+            let member = *self.places.get(number)?;
             if takes(member) {
                 return Some(member);
             }
