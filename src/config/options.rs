@@ -102,7 +102,7 @@ pub struct Options {
     #[arg(long, env = "BERTH_ENGINE_PORTS", value_name = "PORTS")]
     pub engine_ports: Option<String>,
 
-    /// Replicas known at once. [default: 4096]
+    /// Replicas known at once; a newcomer takes the place of one that is dead. [default: 4096]
     #[arg(long, env = "BERTH_MAX_REPLICAS", value_name = "N")]
     pub max_replicas: Option<usize>,
 

@@ -196,3 +196,21 @@ async fn within<T>(
         .map(tonic::Response::into_inner)
         .map_err(CallError::from))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn a_full_fleet_is_no_silence() {
+        let full = Status::from(Error::new(Reason::FleetFull, "leave first"));
+        let told = CallError::from(full).to_string();
+        assert!(
+            told.contains("no place") && told.contains("leave first"),
+            "{told}"
+        );
+        let busy = CallError::from(Status::resource_exhausted("slow down"));
+        assert!(matches!(busy, CallError::Failed(_)), "{busy}");
+    }
+}
