@@ -127,6 +127,7 @@ fn page<'a>(replicas: impl Iterator<Item = &'a Replica>) -> String {
     let mut text = table::render(&head, &rows);
     text.push_str(&weights(&replicas));
     for replica in &replicas {
+        text.push_str(&closed(replica));
         for rank in &replica.ranks {
             let what = match rank.affinity() {
                 RankAffinity::IgnoresPins => format!(
@@ -153,6 +154,33 @@ fn page<'a>(replicas: impl Iterator<Item = &'a Replica>) -> String {
         }
     }
     text
+}
+
+/// Why ranks of a replica that lives take nothing new, one line a reason.
+fn closed(replica: &Replica) -> String {
+    let mut reasons: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    // That it is dead, or drains and why, is told otherwise.
+    if health(replica) != "dead" && replica.drain.is_none() {
+        for rank in replica.ranks.iter().filter(|rank| !rank.routable) {
+            let place = format!("{}/{}", replica.replica_id, rank.rank);
+            reasons.entry(&rank.not_routable).or_default().push(place);
+        }
+    }
+    let lines = reasons.iter().map(|(why, places)| {
+        let line = format!("{}: {}", named(places), table::or_dash(why));
+        format!("{}\n", table::plain(&line))
+    });
+    lines.collect()
+}
+
+/// Places by name, as many as are read.
+fn named(places: &[String]) -> String {
+    let named = places.len().min(MAX_NAMED);
+    let more = match places.len() - named {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("{}{more}", places[..named].join(" "))
 }
 
 fn row(replica: &Replica) -> Vec<String> {
@@ -224,13 +252,7 @@ fn weights(replicas: &[&Replica]) -> String {
         let parts: Vec<String> = versions
             .iter()
             .map(|(version, places)| {
-                let named = places.len().min(MAX_NAMED);
-                let more = match places.len() - named {
-                    0 => String::new(),
-                    more => format!(" and {more} more"),
-                };
-                let places = places[..named].join(" ");
-                format!("{} at {places}{more}", table::or_dash(version))
+                format!("{} at {}", table::or_dash(version), named(places))
             })
             .collect();
         let line = format!("weights of {model}: {}", parts.join("; "));
@@ -309,6 +331,22 @@ mod tests {
         let told = "a/1 ignores pins: 9 samples were served on other ranks\n\
                     a/2 loses its cache: the last warm turns found 12% of what they should\n";
         assert!(text.ends_with(told), "{text}");
+    }
+
+    #[test]
+    fn why_a_rank_is_not_open_is_told() {
+        let mut one = replica("a", &["7", "7", "7"]);
+        for rank in &mut one.ranks[1..] {
+            rank.routable = false;
+            rank.not_routable = "generation is paused".to_owned();
+        }
+        let mut gone = replica("b", &["7"]);
+        gone.health = ReplicaHealth::Dead.into();
+        gone.ranks[0].routable = false;
+        gone.ranks[0].not_routable = "its replica is dead".to_owned();
+        let text = page([one, gone].iter());
+        assert!(text.contains(" 1/3 "), "{text}");
+        assert!(text.ends_with("\na/1 a/2: generation is paused\n"), "{text}");
     }
 
     #[test]

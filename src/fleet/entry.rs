@@ -602,8 +602,9 @@ impl Entry {
             .zip(&self.slots)
             .map(|(facts, (_, load))| RankStatus {
                 facts: facts.clone(),
-                live_pins: load.live_pins(),
-                live_tokens: load.live_tokens(),
+                // What was pinned to a dead one lives nowhere.
+                live_pins: if alive { load.live_pins() } else { 0 },
+                live_tokens: if alive { load.live_tokens() } else { 0 },
                 in_flight: load.in_flight(),
                 verified: load.verified().view(),
                 reported: self.reports.get(&facts.rank).cloned(),

@@ -156,6 +156,21 @@ async fn silence_closes_then_kills_and_the_dead_are_told() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn nothing_lives_on_the_dead() {
+    let fleet = fleet();
+    let me = fleet.register(facts("a", "boot1")).await.unwrap();
+    let load = Arc::clone(&fleet.snapshot().ranks[0].load);
+    load.pin(50);
+    let living = || {
+        let rank = fleet.list()[0].ranks[0].clone();
+        (rank.live_pins, rank.live_tokens)
+    };
+    assert_eq!(living(), (1, 50));
+    fleet.deregister(&ReplicaId::new("a"), me.incarnation);
+    assert_eq!(living(), (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_dead_are_forgotten_in_the_end() {
     let fleet = fleet();
     let me = fleet

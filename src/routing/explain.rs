@@ -166,8 +166,9 @@ fn passed_over(
 ) -> String {
     let text = match out {
         Out::Lacks => {
-            let lack = request.needs.lack(rank);
-            return lack.map_or_else(String::new, |lack| lack.to_string());
+            let lacks = request.needs.lacks(rank);
+            let lacks: Vec<String> = lacks.iter().map(ToString::to_string).collect();
+            return lacks.join("; ");
         }
         Out::State | Out::Suspect => rank.state.text(),
         Out::Avoided => "the request has just failed here",

@@ -93,22 +93,33 @@ impl Needs {
         wanted.is_none_or(|w| w.admits(&rank.weight_version))
     }
 
-    /// As [`lack`](Self::lack), without what a weight sync changes.
-    pub fn permanent_lack(&self, rank: &RankView) -> Option<Lack> {
-        let facts = &rank.replica.facts;
-        if self.context > facts.context_length {
-            return Some(Lack::Context {
-                has: facts.context_length,
+    /// All that `rank` lacks, permanent lacks first.
+    pub fn lacks(&self, rank: &RankView) -> Vec<Lack> {
+        let mut lacks: Vec<Lack> = self.permanent_lacks(rank).collect();
+        if !self.admits_weights(rank) {
+            lacks.push(Lack::Weights {
+                serves: Arc::clone(&rank.weight_version),
             });
         }
-        if let Some(adapter) = &self.adapter
-            && !facts.adapters.iter().any(|a| a.name == *adapter)
-        {
-            return Some(Lack::Adapter);
-        }
+        lacks
+    }
+
+    /// As [`lack`](Self::lack), without what a weight sync changes.
+    pub fn permanent_lack(&self, rank: &RankView) -> Option<Lack> {
+        self.permanent_lacks(rank).next()
+    }
+
+    /// As [`lacks`](Self::lacks), likewise.
+    pub fn permanent_lacks(&self, rank: &RankView) -> impl Iterator<Item = Lack> {
+        let facts = &rank.replica.facts;
+        let context = (self.context > facts.context_length).then_some(Lack::Context {
+            has: facts.context_length,
+        });
+        let served = |adapter: &Arc<str>| facts.adapters.iter().any(|a| a.name == *adapter);
+        let adapter = self.adapter.as_ref().filter(|adapter| !served(adapter));
         let has = &facts.capabilities;
         let vllm = facts.engine == EngineKind::Vllm;
-        [
+        let capabilities = [
             (self.tokenizer, has.tokenizer, "text (no tokenizer)"),
             (
                 self.min_tokens,
@@ -145,7 +156,9 @@ impl Needs {
             ),
         ]
         .into_iter()
-        .find(|(needed, has, _)| *needed && !has)
-        .map(|(_, _, what)| Lack::Capability(what))
+        .filter(|(needed, has, _)| *needed && !has)
+        .map(|(_, _, what)| Lack::Capability(what));
+        let adapter = adapter.map(|_| Lack::Adapter);
+        context.into_iter().chain(adapter).chain(capabilities)
     }
 }

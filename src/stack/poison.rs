@@ -103,6 +103,8 @@ struct Known {
     deaths: VecDeque<(Instant, Target)>,
     /// Starts of replicas that say they are dead, and since when.
     dead: VecDeque<(Instant, Target)>,
+    /// Starts of replicas whose death was logged.
+    logged: VecDeque<Target>,
 }
 
 #[derive(Clone, Debug)]
@@ -184,6 +186,13 @@ impl Poison {
     pub fn died(&self, prompt: &PromptHash, target: &Target, in_flight: u64, turn: bool) {
         let now = Instant::now();
         let mut known = self.lock();
+        // Each of its requests comes by here.
+        if known.is_news(target) {
+            tracing::warn!(
+                %target, in_flight,
+                "an engine is gone, and its requests with it: the prompts that it ran are suspect"
+            );
+        }
         let others = known.note_death(now, target);
         if known.prompts.len() >= MOST {
             known.make_room(now);
@@ -207,7 +216,11 @@ impl Poison {
         suspicion.deaths.push(now);
         let (deaths, condemned) = (suspicion.deaths.len(), suspicion.condemned);
         drop(known);
-        tracing::warn!(%target, deaths, in_flight, condemned, "an engine died while it ran a prompt");
+        if condemned {
+            tracing::warn!(%target, deaths, "a prompt is condemned: engines died while they ran it");
+        } else {
+            tracing::debug!(%target, deaths, in_flight, "a prompt is suspect");
+        }
     }
 
     /// Prompts that are refused, and for how much longer.
@@ -294,6 +307,19 @@ impl Known {
         true
     }
 
+    /// Whether the death of this start is to be logged, which it then is.
+    fn is_news(&mut self, target: &Target) -> bool {
+        let same = |t: &Target| t.replica == target.replica && t.incarnation == target.incarnation;
+        let news = !self.logged.iter().any(same);
+        if news {
+            if self.logged.len() >= MANY_DEATHS {
+                self.logged.pop_front();
+            }
+            self.logged.push_back(target.clone());
+        }
+        news
+    }
+
     /// Notes a death once; returns how many other replicas died within a moment.
     fn note_death(&mut self, now: Instant, target: &Target) -> usize {
         let same = |t: &Target| t.replica == target.replica && t.incarnation == target.incarnation;
@@ -349,6 +375,23 @@ mod tests {
         assert!(poison.admit(&prompt(2)).is_ok());
         tokio::time::advance(CONDEMNED_FOR).await;
         assert!(poison.admit(&prompt(1)).is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_death_of_a_start_is_news_once() {
+        let mut known = Known::default();
+        let mut sibling = start("a");
+        sibling.rank = 1;
+        let mut next = start("a");
+        next.incarnation = Incarnation(2);
+        assert!(known.is_news(&start("a")));
+        tokio::time::advance(TOGETHER * 2).await;
+        assert!(!known.is_news(&start("a")) && !known.is_news(&sibling));
+        assert!(known.is_news(&next) && known.is_news(&start("b")));
+        for i in 0..MANY_DEATHS + 10 {
+            known.is_news(&start(&format!("r{i}")));
+        }
+        assert!(known.logged.len() <= MANY_DEATHS);
     }
 
     #[tokio::test(start_paused = true)]

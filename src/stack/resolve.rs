@@ -301,25 +301,31 @@ fn capabilities(ranks: &[&RankView], needs: &Needs) -> Result<(), Error> {
     if ranks.iter().any(|r| needs.permanent_lack(r).is_none()) {
         return Ok(());
     }
-    let mut lacks: Vec<Lack> = ranks
-        .iter()
-        .filter_map(|r| needs.permanent_lack(r))
-        .collect();
+    let mut lacks: Vec<Lack> = ranks.iter().flat_map(|r| needs.lacks(r)).collect();
     lacks.sort();
     lacks.dedup();
     if lacks == [Lack::Adapter] {
         return Err(no_adapter(ranks));
     }
-    let lacks: Vec<String> = lacks.iter().map(ToString::to_string).collect();
+    let mut told: Vec<String> = lacks
+        .iter()
+        .take(MOST_LACKS)
+        .map(ToString::to_string)
+        .collect();
+    if lacks.len() > MOST_LACKS {
+        told.push(format!("and {} more", lacks.len() - MOST_LACKS));
+    }
     Err(Error::new(
         Reason::NotSupported,
         format!(
-            "no replica of this model can honour the request; of each, the first thing that it \
-             lacks: {}",
-            lacks.join("; ")
+            "no replica of this model can honour the request; what one or another lacks: {}",
+            told.join("; ")
         ),
     ))
 }
+
+/// Lacks in a message; each weight version is one.
+const MOST_LACKS: usize = 16;
 
 /// Nobody can serve the adapter. The names of those that there are stay with
 /// operators: an adapter may be another caller's.

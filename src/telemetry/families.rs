@@ -89,7 +89,7 @@ impl Page<'_> {
     }
 }
 
-fn counter(encoder: &mut MetricEncoder<'_>, count: u64) -> fmt::Result {
+pub(super) fn counter(encoder: &mut MetricEncoder<'_>, count: u64) -> fmt::Result {
     encoder.encode_counter::<NoLabelSet, _, u64>(&count, None)
 }
 

@@ -5,10 +5,12 @@ use std::fmt;
 use prometheus_client::{metrics::MetricType, registry::Unit};
 
 use super::{
-    families::{Page, gauge, tokens},
+    families::{Page, counter, gauge, tokens},
     text::escaped,
 };
-use crate::fleet::{Fleet, Health, RankStatus, ReplicaStatus, snapshot::RankState};
+use crate::fleet::{
+    Fleet, Health, RankStatus, ReplicaStatus, snapshot::RankState, verified::Affinity,
+};
 
 /// Writes it.
 pub(super) fn write(fleet: &Fleet, page: &mut Page<'_>) -> fmt::Result {
@@ -130,7 +132,53 @@ fn ranks(page: &mut Page<'_>, replicas: &[ReplicaStatus]) -> fmt::Result {
             .filter_map(|row| Some((row.labels(), value(row.rank)?)));
         page.rows(name, unit.as_ref(), help, MetricType::Gauge, rows, gauge)?;
     }
-    Ok(())
+    verified(page, &ranks)
+}
+
+/// Whether pins hold, rank by rank.
+fn verified(page: &mut Page<'_>, ranks: &[Row<'_>]) -> fmt::Result {
+    type Count = fn(&RankStatus) -> u64;
+    let counts: [(&str, Option<Unit>, &str, Count); 3] = [
+        (
+            "rank_wrong_rank_samples",
+            None,
+            "Samples that another rank served than this one, which was asked",
+            |r| r.verified.wrong_rank,
+        ),
+        (
+            "rank_expected_cached",
+            Some(tokens()),
+            "Tokens that verified turns should have found in the rank's cache",
+            |r| r.verified.expected,
+        ),
+        (
+            "rank_found_cached",
+            Some(tokens()),
+            "Of those, the ones that they found",
+            |r| r.verified.reported,
+        ),
+    ];
+    for (name, unit, help, count) in counts {
+        let rows = ranks.iter().map(|row| (row.name(), count(row.rank)));
+        page.rows(name, unit.as_ref(), help, MetricType::Counter, rows, counter)?;
+    }
+    page.rows(
+        "rank_affinity",
+        None,
+        "1: pins hold on the rank; 0: too few turns to tell; -1: it ignores pins; -2: it loses \
+         its cache",
+        MetricType::Gauge,
+        ranks.iter().map(|row| {
+            let value = match row.rank.verified.affinity {
+                Affinity::Holds => 1.0,
+                Affinity::Unknown => 0.0,
+                Affinity::IgnoresPins => -1.0,
+                Affinity::LosesCache => -2.0,
+            };
+            (row.name(), value)
+        }),
+        gauge,
+    )
 }
 
 /// A rank and its labels. Ids of replicas have no letter that must be escaped.
@@ -142,6 +190,10 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
+    fn name(&self) -> [(&'static str, &str); 2] {
+        [("replica", self.replica), ("rank", &self.number)]
+    }
+
     fn labels(&self) -> [(&'static str, &str); 3] {
         [
             ("model", &self.model),

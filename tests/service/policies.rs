@@ -97,7 +97,11 @@ async fn why_nobody_takes_it_is_an_answer_and_a_bad_request_an_error() {
     assert_eq!(shown.no_route_reason, "NOT_SUPPORTED");
     assert_eq!(shown.candidates.len(), 2);
     for candidate in &shown.candidates {
-        assert_eq!(candidate.why, "it does not serve the adapter");
+        // All of it, not the first alone.
+        assert_eq!(
+            candidate.why,
+            "it does not serve the adapter; it cannot do routed experts"
+        );
         assert!(!candidate.eligible);
     }
     let mut client = cluster.client();

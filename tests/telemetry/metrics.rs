@@ -3,7 +3,10 @@
 
 use std::{collections::BTreeMap, io::Write, process::Command, process::Stdio, time::Duration};
 
-use berth::proto::{GetStatsRequest, SampleRequest, fleet_service_client::FleetServiceClient};
+use berth::proto::{
+    DeregisterReplicaRequest, GetStatsRequest, ListReplicasRequest, SampleRequest,
+    fleet_service_client::FleetServiceClient, replica_service_client::ReplicaServiceClient,
+};
 use tonic::Request;
 
 use crate::{
@@ -209,6 +212,42 @@ async fn the_page_agrees_with_what_happened() {
             "{counter}"
         );
     }
+    plane.stop().await;
+}
+
+#[tokio::test]
+async fn what_is_said_of_whether_pins_hold_ends_with_the_replica() {
+    let (plane, _engine) = scripted().await;
+    let expected = "berth_rank_expected_cached_tokens_total";
+    let rank = [("replica", "r"), ("rank", "0")];
+    let page = page::read(&plane.metrics().await);
+    assert_eq!(of(&page, expected).sum(&rank), 5.0);
+    let found = of(&page, "berth_rank_found_cached_tokens_total").sum(&rank);
+    assert!((1.0..=5.0).contains(&found), "{found}");
+    for (name, value) in [
+        ("berth_rank_wrong_rank_samples_total", 0.0),
+        ("berth_rank_affinity", 0.0),
+    ] {
+        let family = of(&page, name);
+        assert_eq!(family.series.len(), 1, "{name}");
+        assert_eq!(family.sum(&rank), value, "{name}");
+        let labels: Vec<String> = family.labels().into_iter().collect();
+        assert_eq!(labels, ["rank", "replica"], "{name}");
+    }
+    let mut fleet = FleetServiceClient::new(plane.channel.clone());
+    let replicas = fleet
+        .list_replicas(ListReplicasRequest { model: None })
+        .await;
+    let start = replicas.unwrap().into_inner().replicas[0].incarnation;
+    let leave = DeregisterReplicaRequest {
+        replica_id: "r".to_owned(),
+        incarnation: start,
+    };
+    let mut sidecar = ReplicaServiceClient::new(plane.channel.clone());
+    sidecar.deregister_replica(leave).await.unwrap();
+    // The next start of it begins with nothing.
+    let page = page::read(&plane.metrics().await);
+    assert_eq!(of(&page, expected).sum(&rank), 0.0);
     plane.stop().await;
 }
 

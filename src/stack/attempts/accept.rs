@@ -49,7 +49,9 @@ impl<S> SampleRun<'_, S> {
         };
         let (target, view) = (&chosen.rank.target, verified.view());
         match now {
-            Affinity::Unknown | Affinity::Holds => tracing::info!(%target, "pins hold here"),
+            Affinity::Unknown | Affinity::Holds => {
+                tracing::info!(%target, wrong_rank = view.wrong_rank, "pins hold here");
+            }
             Affinity::IgnoresPins => tracing::warn!(
                 %target,
                 wrong_rank = view.wrong_rank,
@@ -94,7 +96,8 @@ impl<S> SampleRun<'_, S> {
         let wrong_rank = served_rank.is_some_and(|served| served != chosen.rank.engine_rank);
         if wrong_rank {
             let request_id = &*self.resolved.work.call.call().request_id;
-            tracing::warn!(request_id, %target, served_rank, "the engine served on another rank than it was told");
+            // Where it goes on, `verify` says it louder, once.
+            tracing::debug!(request_id, %target, served_rank, "the engine served on another rank than it was told");
         }
         let last_version = tokens
             .weight_spans

@@ -247,3 +247,33 @@ async fn weights_that_nobody_serves_are_refused_with_what_is_served() {
         Reason::WeightsNotServed
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn all_that_is_lacking_is_told_at_once() {
+    let fleet = fleet(vec![facts("a", "m")]).await;
+    let error = ask(&fleet, |p, s| {
+        p.adapter = Some("x".into());
+        p.weights.constraint = Some(WeightsConstraint::Exact("8".into()));
+        s.seed = Some(1);
+    })
+    .unwrap_err();
+    assert_eq!(error.reason, Reason::NotSupported);
+    for lack in ["the adapter", "repeatable sampling", "weights \"7\""] {
+        assert!(error.message.contains(lack), "{}", error.message);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_many_lacks_some_are_told() {
+    let replicas = (0..20).map(|i| ReplicaFacts {
+        weight_version: format!("v{i}").into(),
+        ..facts(&format!("r{i}"), "m")
+    });
+    let fleet = fleet(replicas.collect()).await;
+    let error = ask(&fleet, |p, s| {
+        p.weights.constraint = Some(WeightsConstraint::Exact("8".into()));
+        s.seed = Some(1);
+    })
+    .unwrap_err();
+    assert!(error.message.ends_with("; and 5 more"), "{}", error.message);
+}
