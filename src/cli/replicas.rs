@@ -251,9 +251,7 @@ fn weights(replicas: &[&Replica]) -> String {
     for (model, versions) in models.iter().filter(|(_, versions)| versions.len() > 1) {
         let parts: Vec<String> = versions
             .iter()
-            .map(|(version, places)| {
-                format!("{} at {}", table::or_dash(version), named(places))
-            })
+            .map(|(version, places)| format!("{} at {}", table::or_dash(version), named(places)))
             .collect();
         let line = format!("weights of {model}: {}", parts.join("; "));
         text.push_str(&table::plain(&line));
@@ -346,7 +344,10 @@ mod tests {
         gone.ranks[0].not_routable = "its replica is dead".to_owned();
         let text = page([one, gone].iter());
         assert!(text.contains(" 1/3 "), "{text}");
-        assert!(text.ends_with("\na/1 a/2: generation is paused\n"), "{text}");
+        assert!(
+            text.ends_with("\na/1 a/2: generation is paused\n"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -76,7 +76,7 @@ pub struct Args {
     #[arg(long)]
     enable_lora: bool,
     /// Adapters at the start, `name=path`; may be repeated.
-    #[arg(long = "lora-paths", value_delimiter = ',', value_parser = adapter, requires = "enable_lora")]
+    #[arg(long = "lora-paths", visible_alias = "lora-modules", value_delimiter = ',', value_parser = adapter, requires = "enable_lora")]
     lora_paths: Vec<(String, String)>,
     /// Wall time between a request's arrival and its id being known to aborts.
     #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]

@@ -227,7 +227,7 @@ pub fn vocab_size_of_config(config: &[u8]) -> Option<u32> {
 }
 
 /// The first characters of a text that has more.
-pub(super) fn shortened(mut text: String, max_chars: usize) -> String {
+pub(crate) fn shortened(mut text: String, max_chars: usize) -> String {
     if let Some((at, _)) = text.char_indices().nth(max_chars) {
         text.truncate(at);
     }

@@ -84,7 +84,7 @@ impl Words {
                 retry_after,
             },
             400 | 413 | 422 if fault == Fault::Request => EngineError::Rejected(message),
-            400 if fault == Fault::Adapter => EngineError::AdapterMissing(message),
+            400 | 404 if fault == Fault::Adapter => EngineError::AdapterMissing(message),
             500..=599 if fault == Fault::Death => EngineError::Died(message),
             500..=599 => EngineError::Failed(message),
             _ => EngineError::BadReply(message),

@@ -18,6 +18,7 @@ pub mod engine;
 pub mod frozen;
 mod leave;
 pub mod link;
+mod loads;
 pub mod phase;
 mod register;
 mod vllm;
@@ -34,6 +35,7 @@ use self::{
     engine::{Engine, EngineTrouble, Sighting, Standing},
     frozen::Pulse,
     link::Breaks,
+    loads::Loads,
     phase::{Boot, Event, Phase},
 };
 use crate::{
@@ -101,6 +103,7 @@ pub struct Sidecar {
     /// An operator asked for a drain.
     drain: bool,
     last: Option<Sighting>,
+    loads: Loads,
     silent: u32,
     stale: Option<String>,
 }
@@ -162,6 +165,7 @@ impl Sidecar {
             recheck: false,
             drain: false,
             last: None,
+            loads: Loads::default(),
             silent: 0,
             stale: None,
         })
@@ -248,6 +252,7 @@ impl Sidecar {
         self.engine.ready().await?;
         let facts = self.engine.facts().await?;
         let vocab_size = engine::vocab_size(&facts, self.config.vocab_size).await;
+        self.loads.see(&facts.adapters);
         self.known = Some(Known {
             boot_id: register::boot_id(&self.config.replica_id, &facts, None),
             vocab_size,
@@ -264,6 +269,7 @@ impl Sidecar {
             Err(trouble) => return Found::Trouble(trouble),
         };
         let vocab_size = engine::vocab_size(&facts, self.config.vocab_size).await;
+        self.loads.see(&facts.adapters);
         let breaks = self.engine.breaks();
         let telling = self.grant.is_none_or(|grant| grant.interval < KEEPALIVE);
         let Some(known) = &mut self.known else {
@@ -317,6 +323,7 @@ impl Sidecar {
             known.vocab_size,
             &known.boot_id,
             &self.gpus,
+            &self.loads,
         );
         self.recheck = true;
         match self.control.register(request).await {
@@ -457,6 +464,9 @@ impl Sidecar {
         match looked {
             Ok(sighting) => {
                 self.silent = 0;
+                if let Some(adapters) = &sighting.adapters {
+                    self.loads.see(adapters);
+                }
                 let state = self.state_of(&sighting);
                 self.last = Some(sighting);
                 Ok(state)
@@ -536,7 +546,7 @@ impl Sidecar {
                 .as_ref()
                 .and_then(|seen| seen.adapters.as_deref())
                 .map(|adapters| AdapterList {
-                    adapters: adapters.iter().map(register::adapter).collect(),
+                    adapters: adapters.iter().map(|a| self.loads.adapter(a)).collect(),
                 }),
         }
     }

@@ -4,13 +4,14 @@
 use super::{
     accelerator::{self, Gpu},
     config::{AcceleratorConfig, SidecarConfig},
+    loads::Loads,
 };
 use crate::{
     call,
-    engine::facts::{AdapterFact, Facts},
+    engine::facts::Facts,
     fleet::facts,
     proto::{
-        Accelerator, Adapter, Capabilities, EngineKind, LogprobMode, Rank, RegisterReplicaRequest,
+        Accelerator, Capabilities, EngineKind, LogprobMode, Rank, RegisterReplicaRequest,
         register_replica_request::Address,
     },
 };
@@ -41,6 +42,7 @@ pub(super) fn request(
     vocab_size: u32,
     boot_id: &str,
     gpus: &[Gpu],
+    loads: &Loads,
 ) -> RegisterReplicaRequest {
     RegisterReplicaRequest {
         replica_id: config.replica_id.clone(),
@@ -56,7 +58,7 @@ pub(super) fn request(
         vocab_size,
         context_length: facts.context_length,
         weight_version: facts.weight_version.clone(),
-        adapters: facts.adapters.iter().map(adapter).collect(),
+        adapters: facts.adapters.iter().map(|a| loads.adapter(a)).collect(),
         capabilities: Some(Capabilities {
             tokenizer: facts.tokenizer,
             output_logprobs: facts.logprobs,
@@ -89,16 +91,6 @@ pub(super) fn request(
         }
         .into(),
         labels: config.labels.clone().into_iter().collect(),
-    }
-}
-
-/// What the engine lists, it has in memory; where it was loaded from names the
-/// load.
-pub(super) fn adapter(fact: &AdapterFact) -> Adapter {
-    Adapter {
-        name: fact.name.clone(),
-        load_id: fact.root.clone(),
-        resident: true,
     }
 }
 

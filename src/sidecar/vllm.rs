@@ -68,6 +68,7 @@ struct Answers {
 }
 
 const METRICS: &str = "/metrics";
+const MODELS: &str = "/v1/models";
 const SERVER_INFO: &str = "/server_info?config_format=json";
 const WEIGHT_INFO: &str = "/weight_info";
 const PAUSED: &str = "/is_paused";
@@ -144,6 +145,7 @@ impl Vllm {
         let limit = self.probe_timeout;
         let mut standing = Standing::Serving;
         let mut ranks = Vec::with_capacity(known.ranks.len());
+        let mut adapters = None;
         for server in &mut self.servers {
             let facts: Vec<_> = known
                 .ranks
@@ -158,6 +160,13 @@ impl Vllm {
                 Err(trouble) => return Err(trouble),
             }
             let scrape = metrics::parse(&server.body(METRICS, limit).await?)?;
+            if known.lora {
+                let listed = facts::adapters(&server.body(MODELS, limit).await?)?;
+                adapters = Some(match adapters {
+                    None => listed,
+                    Some(all) => facts::common(all, &listed),
+                });
+            }
             server.ask_engine(limit / 3).await;
             let asleep = scrape.engines.values().any(|engine| engine.asleep);
             if asleep || server.told.paused {
@@ -179,7 +188,7 @@ impl Vllm {
         Ok(Sighting {
             standing,
             ranks,
-            adapters: None,
+            adapters,
         })
     }
 }
@@ -226,7 +235,7 @@ impl Server {
             });
         }
         let version = self.body("/version", limit).await?;
-        let models = self.body("/v1/models", limit).await?;
+        let models = self.body(MODELS, limit).await?;
         let metrics = self.body(METRICS, limit).await?;
         let server_info = optional(&mut self.link, SERVER_INFO, limit).await?;
         let weight_info = optional(&mut self.aside, WEIGHT_INFO, limit).await?;

@@ -160,7 +160,14 @@ fn verified(page: &mut Page<'_>, ranks: &[Row<'_>]) -> fmt::Result {
     ];
     for (name, unit, help, count) in counts {
         let rows = ranks.iter().map(|row| (row.name(), count(row.rank)));
-        page.rows(name, unit.as_ref(), help, MetricType::Counter, rows, counter)?;
+        page.rows(
+            name,
+            unit.as_ref(),
+            help,
+            MetricType::Counter,
+            rows,
+            counter,
+        )?;
     }
     page.rows(
         "rank_affinity",

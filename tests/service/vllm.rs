@@ -676,3 +676,85 @@ async fn a_server_that_says_its_engine_is_dead_gets_nothing_more_and_is_dead_whe
     }
     cluster.stop().await;
 }
+
+/// Behind vLLM as behind SGLang: asked for by name, sent to who has it, and known
+/// to be gone by the next beat.
+#[tokio::test]
+async fn adapters_of_vllm_are_known_as_they_come_and_go() {
+    let soon = Duration::from_millis(100);
+    for dev_mode in [true, false] {
+        let mut cluster = Cluster::with(0, instant(), |c| c.fleet.lease.interval = soon).await;
+        for (id, adapters) in [("with", vec![("a", "/a")]), ("without", Vec::new())] {
+            let named = |(name, path): (&str, &str)| (name.to_owned(), path.to_owned());
+            let engine = SimConfig {
+                adapters: Some(adapters.into_iter().map(named).collect()),
+                dev_mode,
+                ..vllm(instant())
+            };
+            cluster
+                .playground
+                .add_with(id, engine, |_| {})
+                .await
+                .unwrap();
+        }
+        let prompt = ids(1, 40);
+        let asked = |adapter: &str| SampleRequest {
+            adapter: Some(adapter.to_owned()),
+            ..keyed("t", &prompt, 4)
+        };
+        for _ in 0..2 {
+            let response = cluster.sample(asked("a")).await.unwrap();
+            assert_eq!(home(only(&response)).0, "with");
+        }
+        cluster.engine("without").load_adapter("b", "/b");
+        eventually("b is known", async || {
+            let answer = cluster.sample(asked("b")).await;
+            answer.is_ok_and(|response| home(only(&response)).0 == "without")
+        })
+        .await;
+        cluster.engine("without").unload_adapter("b");
+        eventually("b is gone", async || {
+            cluster
+                .sample(asked("b"))
+                .await
+                .is_err_and(|status| status.code() == Code::FailedPrecondition)
+        })
+        .await;
+        cluster.stop().await;
+    }
+}
+
+/// The registry is behind: vLLM says that there is no such model.
+#[tokio::test]
+async fn an_adapter_that_vllm_lost_behind_our_back_costs_one_attempt() {
+    let late = Duration::from_secs(30);
+    let mut cluster = Cluster::with(0, instant(), |c| c.fleet.lease.interval = late).await;
+    for id in ["r0", "r1"] {
+        let engine = SimConfig {
+            adapters: Some(vec![("a".to_owned(), "/a".to_owned())]),
+            ..vllm(instant())
+        };
+        cluster
+            .playground
+            .add_with(id, engine, |_| {})
+            .await
+            .unwrap();
+    }
+    cluster.engine("r0").unload_adapter("a");
+    let mut met = 0;
+    for i in 0..8 {
+        let asked = SampleRequest {
+            adapter: Some("a".to_owned()),
+            ..request(&ids(i, 32), 4)
+        };
+        let response = cluster.sample(asked).await.unwrap();
+        assert_eq!(home(only(&response)).0, "r1");
+        let attempts = &route(only(&response)).attempts;
+        if attempts.len() > 1 {
+            assert_eq!(attempts[0].failure(), AttemptFailure::Adapter);
+            met += 1;
+        }
+    }
+    assert_eq!(met, 1, "known after the first");
+    cluster.stop().await;
+}

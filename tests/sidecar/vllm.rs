@@ -207,6 +207,59 @@ async fn an_engine_that_died_behind_its_server_is_reported() {
     running.stops().await;
 }
 
+/// As vLLM is told over HTTP, and lists it; a load that follows an unload is another.
+#[tokio::test]
+async fn adapters_are_looked_for_at_each_beat() {
+    let control = FakeControl::start().await;
+    let engine = SimConfig {
+        adapters: Some(vec![("a".to_owned(), "/a".to_owned())]),
+        ..engine(true)
+    };
+    let engine = SimEngine::start(engine).await.unwrap();
+    let running = Running::start(config(&control, &engine));
+    let tell = async |path: &str, body: serde_json::Value| {
+        let reply = crate::support::post(&engine.url(), path, body).await;
+        let reply = reply.unwrap();
+        (reply.status, reply.body)
+    };
+    let b = || json!({"lora_name": "b", "lora_path": "/b"});
+    let listed = |control: &FakeControl| -> Option<Vec<(String, String)>> {
+        let last = control.beats().pop()?;
+        let adapters = last.adapters?.adapters.into_iter();
+        Some(adapters.map(|a| (a.name, a.load_id)).collect())
+    };
+    let hears = async |what: &str, names: &[&str]| -> Vec<String> {
+        control
+            .hears(what, |control| {
+                let listed = listed(control).unwrap_or_default();
+                listed
+                    .iter()
+                    .map(|(name, _)| name.as_str())
+                    .eq(names.iter().copied())
+            })
+            .await;
+        let listed = listed(&control).unwrap_or_default();
+        listed.into_iter().map(|(_, load_id)| load_id).collect()
+    };
+    assert_eq!(hears("the one of the start", &["a"]).await, ["/a"]);
+    assert_eq!(
+        tell("/v1/load_lora_adapter", b()).await,
+        (
+            200,
+            "Success: LoRA adapter 'b' added successfully.".to_owned()
+        )
+    );
+    assert_eq!(tell("/v1/load_lora_adapter", b()).await.0, 400);
+    assert_eq!(hears("another", &["a", "b"]).await, ["/a", "/b"]);
+    assert_eq!(tell("/v1/unload_lora_adapter", b()).await.0, 200);
+    assert_eq!(tell("/v1/unload_lora_adapter", b()).await.0, 404);
+    hears("that it is gone", &["a"]).await;
+    assert_eq!(tell("/v1/load_lora_adapter", b()).await.0, 200);
+    assert_eq!(hears("that it is back", &["a", "b"]).await, ["/a", "#1 /b"]);
+    running.stops().await;
+    engine.stop().await;
+}
+
 #[tokio::test]
 async fn servers_of_ranks_are_for_vllm_and_reachable_ones() {
     let faults = |change: fn(&mut SidecarConfig)| {

@@ -58,6 +58,16 @@ impl Adapters {
         Ok(())
     }
 
+    /// Loads one, or another in the place of the one of that name.
+    pub(super) fn load_in_place(&mut self, name: &str, path: &str) -> Result<(), String> {
+        let _ = self.unload(name);
+        self.load(name, path)
+    }
+
+    pub(super) fn is_loaded(&self, name: &str) -> bool {
+        self.loaded.contains_key(name)
+    }
+
     /// Unloads one.
     pub(super) fn unload(&mut self, name: &str) -> Result<(), String> {
         match self.loaded.remove(name) {

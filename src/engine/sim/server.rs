@@ -275,9 +275,7 @@ impl SimHandle {
 
     /// Loads an adapter, as `/load_lora_adapter` does; one of that name goes first.
     pub fn load_adapter(&self, name: &str, path: &str) {
-        let mut adapters = self.engine.adapters.lock();
-        let _ = adapters.unload(name);
-        let _ = adapters.load(name, path);
+        let _ = self.engine.adapters.lock().load_in_place(name, path);
     }
 
     /// Unloads an adapter, if it is loaded.

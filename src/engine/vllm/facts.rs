@@ -70,6 +70,8 @@ struct Config {
     parallel_config: ParallelConfig,
     scheduler_config: SchedulerConfig,
     aux_output_config: AuxOutputConfig,
+    /// Unset: it takes no adapters.
+    lora_config: Option<serde::de::IgnoredAny>,
 }
 
 #[derive(Default, Deserialize)]
@@ -146,7 +148,8 @@ fn join(all: &mut Facts, more: Facts) -> Result<(), FactsError> {
     if all.weight_version != more.weight_version {
         all.weight_version.clear();
     }
-    all.adapters.retain(|a| more.adapters.contains(a));
+    all.adapters = common(std::mem::take(&mut all.adapters), &more.adapters);
+    all.lora |= more.lora;
     all.routed_experts &= more.routed_experts;
     all.structured_output &= more.structured_output;
     all.priority &= more.priority;
@@ -156,6 +159,20 @@ fn join(all: &mut Facts, more: Facts) -> Result<(), FactsError> {
         _ => None,
     };
     Ok(())
+}
+
+/// The adapters that all servers of a replica have.
+pub fn common(all: Vec<AdapterFact>, more: &[AdapterFact]) -> Vec<AdapterFact> {
+    let both = all.into_iter().filter(|adapter| more.contains(adapter));
+    both.collect()
+}
+
+/// The adapters of `/v1/models`, by name.
+///
+/// # Errors
+/// A body that is none.
+pub fn adapters(body: &[u8]) -> Result<Vec<AdapterFact>, FactsError> {
+    parse("/v1/models", body).map(|models: Models| models.adapters())
 }
 
 fn one(bodies: &Bodies<'_>, logprob_mode: Option<LogprobMode>) -> Result<Facts, FactsError> {
@@ -181,8 +198,8 @@ fn one(bodies: &Bodies<'_>, logprob_mode: Option<LogprobMode>) -> Result<Facts, 
         .unwrap_or(0);
     let (page_size, ranks) = ranks(&metrics, bodies.endpoint, max_running)?;
     Ok(Facts {
-        // It loads and unloads them without telling which are there.
-        lora: false,
+        // A server that does not tell may load some.
+        lora: config.is_none_or(|c| c.lora_config.is_some()),
         kind: EngineKind::Vllm,
         version: shortened(version.version, 64),
         model: base.id.clone(),
@@ -512,6 +529,15 @@ mod tests {
         // 4,096 blocks of 128 for both.
         assert!(facts.ranks.iter().all(|r| r.kv_capacity_tokens == 262_144));
         assert!(super::facts(&[bodies(b"", None)], None).is_err());
+    }
+
+    #[test]
+    fn adapters_are_asked_for_where_there_may_be_some() {
+        let lora = |info: Option<&[u8]>| facts(&[bodies(ONE, info)], None).unwrap().lora;
+        assert!(!lora(Some(INFO)), "it says that it takes none");
+        let info = changed(|c| c["lora_config"] = json!({"max_loras": 4}));
+        assert!(lora(Some(&info)));
+        assert!(lora(None), "it does not say");
     }
 
     #[test]

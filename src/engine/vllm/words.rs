@@ -26,7 +26,11 @@ pub(super) const WORDS: Words = Words(&[
         Fault::Ours,
     ),
     ("data_parallel_rank # is out of range [#, #).", Fault::Ours),
-    ("The model * does not exist. Valid aliases: *.", Fault::Ours),
+    // No model is named but an adapter.
+    (
+        "The model * does not exist. Valid aliases: *.",
+        Fault::Adapter,
+    ),
     (
         "EngineCore encountered an issue. See stack trace (above) for the root cause.",
         Fault::Death,
@@ -43,7 +47,7 @@ mod tests {
             .known("The model `canary` does not exist. Valid aliases: canary.")
             .unwrap();
         assert_eq!(shown, "The model ... does not exist. Valid aliases: ....");
-        assert_eq!(fault, Fault::Ours);
+        assert_eq!(fault, Fault::Adapter);
         let negative = WORDS.known(
             "temperature must be non-negative, got -1.0. (parameter=temperature, value=-1.0)",
         );

@@ -44,35 +44,41 @@ pub(super) async fn models(State(engine): Shared) -> Response {
     let created = Duration::try_from_secs_f64(engine.clock.now())
         .unwrap_or_default()
         .as_secs();
-    json_reply(
-        200,
-        &json!({
-            "object": "list",
-            "data": [{
-                "id": name,
-                "object": "model",
+    let card = |id: &str, root: &str, parent: Option<&str>, length: Option<u32>| {
+        json!({
+            "id": id,
+            "object": "model",
+            "created": created,
+            "owned_by": "vllm",
+            "root": root,
+            "parent": parent,
+            "max_model_len": length,
+            "permission": [{
+                "id": "modelperm-0",
+                "object": "model_permission",
                 "created": created,
-                "owned_by": "vllm",
-                "root": name,
-                "parent": null,
-                "max_model_len": engine.config.context_length,
-                "permission": [{
-                    "id": "modelperm-0",
-                    "object": "model_permission",
-                    "created": created,
-                    "allow_create_engine": false,
-                    "allow_sampling": true,
-                    "allow_logprobs": true,
-                    "allow_search_indices": false,
-                    "allow_view": true,
-                    "allow_fine_tuning": false,
-                    "organization": "*",
-                    "group": null,
-                    "is_blocking": false,
-                }],
+                "allow_create_engine": false,
+                "allow_sampling": true,
+                "allow_logprobs": true,
+                "allow_search_indices": false,
+                "allow_view": true,
+                "allow_fine_tuning": false,
+                "organization": "*",
+                "group": null,
+                "is_blocking": false,
             }],
-        }),
-    )
+        })
+    };
+    let mut data = vec![card(name, name, None, Some(engine.config.context_length))];
+    // Inferred: an adapter's card names its path and the model below it.
+    let adapters = engine.adapters.lock();
+    data.extend(
+        adapters
+            .all()
+            .map(|(adapter, loaded)| card(adapter, &loaded.path, Some(name), None)),
+    );
+    drop(adapters);
+    json_reply(200, &json!({ "object": "list", "data": data }))
 }
 
 /// Of all that the real one tells, what a client may ask for.
@@ -127,7 +133,10 @@ pub(super) async fn server_info(State(engine): Shared) -> Response {
                 "stream_interval": config.stream_interval,
             },
             "aux_output_config": { "enable_return_routed_experts": false },
-            "lora_config": null,
+            // Inferred, where adapters are taken.
+            "lora_config": engine.adapters.lock().enabled().then(|| {
+                json!({ "max_lora_rank": 16, "max_loras": 1, "lora_dtype": "auto" })
+            }),
             // A number of its own for each start.
             "instance_id": engine.startup.to_bits().to_string(),
             "shutdown_timeout": 0,

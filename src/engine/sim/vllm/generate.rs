@@ -51,7 +51,11 @@ pub(super) async fn generate(
         engine.history.lock().counters.refused += 1;
         fault.reply()
     };
-    let request = match parse(&body).and_then(|r| r.check(&engine.config).map(|()| r)) {
+    let checked = |request: Request| {
+        let checked = request.check(&engine.config, &engine.adapters.lock());
+        checked.map(|()| request)
+    };
+    let request = match parse(&body).and_then(checked) {
         Ok(request) => request,
         Err(fault) => return refuse(&fault),
     };
@@ -134,7 +138,7 @@ impl Order {
             prompts: vec![prompt],
             rank,
             stream: request.style().stream,
-            namespace: request.cache_salt.clone().unwrap_or_default().into(),
+            namespace: namespace(&request, engine),
             // Lower is earlier.
             priority: request.priority.unwrap_or(0).saturating_neg(),
             arrived,
@@ -144,9 +148,20 @@ impl Order {
     }
 }
 
+/// What shares KV.
+fn namespace(request: &Request, engine: &Engine) -> Arc<str> {
+    let salt = request.cache_salt.as_deref().unwrap_or_default();
+    match request.adapter(&engine.config) {
+        Some(adapter) => format!("{adapter}@{salt}").into(),
+        None => salt.into(),
+    }
+}
+
 /// A call that runs.
 struct Running {
     id: Arc<str>,
+    /// As the reply names it.
+    model: String,
     prompt: Vec<u32>,
     style: Style,
     flight: Flight,
@@ -160,6 +175,8 @@ impl Running {
         }
         let Order { id, request, call } = order;
         let style = request.style();
+        let model = request.adapter(&engine.config);
+        let model = model.unwrap_or(&engine.config.model).to_owned();
         let prompt = call.prompts.first().cloned().unwrap_or_default();
         let vocab = engine.config.vocab_size;
         let sequences = (0..call.n)
@@ -171,6 +188,7 @@ impl Running {
         .await?;
         Ok(Self {
             id,
+            model,
             prompt,
             style,
             flight,
@@ -207,16 +225,16 @@ async fn plain(engine: &Arc<Engine>, order: Order) -> Result<Response, Fault> {
     }
     let Running {
         id,
+        model,
         prompt,
         style,
         sequences,
         ..
     } = running;
-    let model = &engine.config.model;
     let now = engine.clock.now();
     Ok(json_reply(
         200,
-        &whole(&id, model, now, &prompt, sequences, style),
+        &whole(&id, &model, now, &prompt, sequences, style),
     ))
 }
 

@@ -3,8 +3,10 @@
 //! What its front does otherwise than SGLang's: a connection that is closed aborts
 //! at once, whatever the reply was to be; ids may be live twice; aborts match whole
 //! ids; a prompt with `max_tokens` beyond the context is cut down in silence; when
-//! its engine dies it says so and ends.
+//! its engine dies it says so and ends. An adapter is asked for as the model, and its
+//! KV is found by its name: what another load of that name made is found as well.
 
+mod adapters;
 mod control;
 mod generate;
 mod metrics;
@@ -32,6 +34,8 @@ pub(super) fn routes(dev_mode: bool) -> Router<Arc<Engine>> {
         .route("/version", get(control::version))
         .route("/load", get(control::load))
         .route("/v1/models", get(control::models))
+        .route("/v1/load_lora_adapter", post(adapters::load))
+        .route("/v1/unload_lora_adapter", post(adapters::unload))
         .route("/metrics", get(metrics::metrics));
     if !dev_mode {
         return routes;

@@ -7,7 +7,9 @@ use axum::response::Response;
 use serde::{Deserialize, Deserializer, de::IgnoredAny};
 use serde_json::{Value, json};
 
-use crate::engine::sim::{config::SimConfig, flight::Sampling, generate::json_reply};
+use crate::engine::sim::{
+    adapters::Adapters, config::SimConfig, flight::Sampling, generate::json_reply,
+};
 
 /// Most alternatives that may be asked for.
 const MAX_LOGPROBS: i64 = 20;
@@ -41,6 +43,19 @@ impl Fault {
             message,
             param: param.map(Cow::Borrowed),
             late: false,
+        }
+    }
+
+    /// Of a change of what is loaded.
+    pub(super) fn input(status: u16, message: String) -> Self {
+        Self {
+            status,
+            kind: if status == 404 {
+                "NotFoundError"
+            } else {
+                "InvalidUserInput"
+            },
+            ..Self::value(None, message)
         }
     }
 
@@ -216,10 +231,15 @@ impl Request {
         }
     }
 
+    /// The adapter that is asked for.
+    pub(super) fn adapter(&self, config: &SimConfig) -> Option<&str> {
+        self.model.as_deref().filter(|model| *model != config.model)
+    }
+
     /// What is found before the reply begins.
-    pub(super) fn check(&self, config: &SimConfig) -> Result<(), Fault> {
-        if let Some(model) = &self.model
-            && *model != config.model
+    pub(super) fn check(&self, config: &SimConfig, adapters: &Adapters) -> Result<(), Fault> {
+        if let Some(model) = self.adapter(config)
+            && !adapters.is_loaded(model)
         {
             return Err(Fault {
                 status: 404,
