@@ -9,11 +9,12 @@ use std::{
 use tokio::time::Instant;
 
 use super::{
-    Heard, RankLoad, RankSlot, RankState, RankView, ReplicaView, Slot, Trial,
+    Heard, RankLoad, RankSlot, RankState, RankView, ReplicaView, Trial,
     drain::{DrainStatus, Drains, Stage},
     facts::{AdapterFacts, RankFacts, RankReport, ReplicaFacts, ReportedState},
     health::{Cause, Fitness, HealthConfig, RankHealth},
     lease::{Lease, LeaseConfig, Liveness},
+    register::Slot,
     verified::VerifiedView,
 };
 use crate::{

@@ -12,7 +12,7 @@ use futures_util::{StreamExt, stream};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::{Fleet, entry::Entry, fill_slots, lease::Liveness};
+use super::{Fleet, entry::Entry, lease::Liveness, register::fill_slots};
 use crate::{
     ids::{Incarnation, ReplicaId},
     store::notes::ReplicaNote,

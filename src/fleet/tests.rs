@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use tokio_util::sync::CancellationToken;
+
 use super::{
     facts::{Accelerator, Capabilities, EngineKind, RankFacts},
     *,

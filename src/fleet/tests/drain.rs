@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use tokio_util::sync::CancellationToken;
+
 use super::{super::drain::DrainOrder, *};
 use crate::fleet::{drain::MAX_GRACE, facts::AdapterFacts};
 

@@ -1,0 +1,272 @@
+//! How replicas come and go: by a registration, by a leave, by another start of
+//! the same replica.
+
+use std::sync::Arc;
+
+use tokio::time::Instant;
+use tracing::info;
+
+use super::*;
+
+impl Fleet {
+    /// Announces one start of a replica. Repeated, it gives the same incarnation
+    /// and takes the facts as they are now.
+    ///
+    /// # Errors
+    /// INCARNATION_DEAD when this very start was declared dead,
+    /// STALE_INCARNATION when a newer one is known, FLEET_FULL when as many replicas
+    /// live as are allowed, and what the store says.
+    pub async fn register(&self, facts: ReplicaFacts) -> Result<Registered, Error> {
+        self.register_by(facts, None).await
+    }
+
+    /// As [`Fleet::register`], by this principal: while the replica lives it is that
+    /// one's, and no other may take its place or speak for it.
+    ///
+    /// # Errors
+    /// As [`Fleet::register`]; REPLICA_TAKEN where it is another's.
+    pub async fn register_by(
+        &self,
+        facts: ReplicaFacts,
+        principal: Option<Arc<str>>,
+    ) -> Result<Registered, Error> {
+        // Before the store keeps anything: a stranger must not fill it.
+        {
+            let state = self.lock();
+            state.permits(&facts.id, principal.as_deref())?;
+            if state.whose_place(&facts.id, &self.config) == Place::None {
+                return Err(full(&self.config));
+            }
+        }
+        let grant = self
+            .store
+            .incarnation(facts.id.clone(), facts.boot.clone())
+            .await
+            .map_err(Error::from)?;
+        if grant.latest > grant.incarnation {
+            // Known from before a restart of the control plane as well.
+            return Err(stale(&facts.id, grant.incarnation, grant.latest));
+        }
+        let now = Instant::now();
+        let mut state = self.lock();
+        // Another may have been first meanwhile.
+        state.permits(&facts.id, principal.as_deref())?;
+        if let Some(known) = state.replicas.get_mut(&facts.id) {
+            if known.incarnation > grant.incarnation {
+                return Err(stale(&facts.id, grant.incarnation, known.incarnation));
+            }
+            if known.incarnation == grant.incarnation {
+                if known.lease.liveness() == Liveness::Dead {
+                    return Err(dead(&facts.id, grant.incarnation));
+                }
+                known.lease.beat(now, &self.config.lease);
+                known.owner = principal.or(known.owner.take());
+                if known.facts() != &facts {
+                    let slots = known.slots_for(&facts.ranks);
+                    let slots = fill_slots(&mut state.next_slot, slots);
+                    if let Some(known) = state.replicas.get_mut(&facts.id) {
+                        known.replace_facts(facts, slots, now);
+                    }
+                }
+                self.publish(&mut state);
+                return Ok(self.registered(grant.incarnation));
+            }
+        }
+        if state.is_buried(&facts.id, grant.incarnation) {
+            return Err(dead(&facts.id, grant.incarnation));
+        }
+        // Again: others may have come meanwhile.
+        match state.whose_place(&facts.id, &self.config) {
+            Place::Free => {}
+            Place::Of(gone) => state.bury(&gone, &self.config),
+            Place::None => return Err(full(&self.config)),
+        }
+        info!(
+            replica = %facts.id,
+            incarnation = %grant.incarnation,
+            model = %facts.model,
+            ranks = facts.ranks.len(),
+            url = %facts.url,
+            "replica registered"
+        );
+        let slots = vec![None; facts.ranks.len()];
+        let slots = fill_slots(&mut state.next_slot, slots);
+        let id = facts.id.clone();
+        let mut entry = Entry::new(facts, grant.incarnation, slots, now);
+        entry.owner = principal;
+        if let Some(before) = state.replicas.get(&id) {
+            entry.follow(before, now);
+        }
+        state.replicas.insert(id, entry);
+        self.publish(&mut state);
+        Ok(self.registered(grant.incarnation))
+    }
+
+    pub(super) fn registered(&self, incarnation: Incarnation) -> Registered {
+        Registered {
+            incarnation,
+            lease_ttl: self.config.lease.ttl(),
+            heartbeat_interval: self.config.lease.interval,
+            epoch: self.store.epoch(),
+        }
+    }
+
+    /// Whether this principal may speak for a replica, as far as it lives and is
+    /// somebody's.
+    ///
+    /// # Errors
+    /// REPLICA_TAKEN.
+    pub fn permits(&self, replica: &ReplicaId, principal: &str) -> Result<(), Error> {
+        self.lock().permits(replica, Some(principal))
+    }
+
+    /// This principal has spoken for a replica that is known from before a restart:
+    /// it is that one's from now on.
+    pub fn spoken_for(&self, replica: &ReplicaId, principal: &Arc<str>) {
+        if let Some(entry) = self.lock().replicas.get_mut(replica) {
+            entry.owner.get_or_insert_with(|| Arc::clone(principal));
+        }
+    }
+
+    /// A replica leaves. Unknown and older ones are left as they are.
+    pub fn deregister(&self, replica: &ReplicaId, incarnation: Incarnation) {
+        self.end(replica, incarnation, DEREGISTERED);
+    }
+
+    pub(super) fn end(&self, replica: &ReplicaId, incarnation: Incarnation, reason: &'static str) {
+        let mut state = self.lock();
+        if let Some(entry) = state.replicas.get_mut(replica)
+            && entry.incarnation == incarnation
+            && entry.lease.liveness() != Liveness::Dead
+        {
+            if reason == DEREGISTERED && entry.drains.stage() != Stage::None {
+                entry.depart();
+            }
+            entry.die(reason, Instant::now());
+            info!(%replica, %incarnation, reason, "replica is dead");
+            self.publish(&mut state);
+            drop(state);
+            // Who deregisters is written down as the one who does.
+            if reason != DEREGISTERED {
+                self.evicted(replica, incarnation, reason);
+            }
+        }
+    }
+
+    pub(super) fn evicted(&self, replica: &ReplicaId, incarnation: Incarnation, why: &str) {
+        self.audit.write(&audit::Entry {
+            event: "evict",
+            principal: None,
+            tenant: None,
+            roles: None,
+            peer: None,
+            object: Some(replica.as_str()),
+            outcome: "OK",
+            detail: Some(&format!("start {incarnation}: {why}")),
+        });
+    }
+}
+
+impl State {
+    /// See [`Fleet::permits`].
+    pub(super) fn permits(
+        &self,
+        replica: &ReplicaId,
+        principal: Option<&str>,
+    ) -> Result<(), Error> {
+        let (Some(principal), Some(entry)) = (principal, self.replicas.get(replica)) else {
+            return Ok(());
+        };
+        if !entry.is_of_another(principal) {
+            return Ok(());
+        }
+        Err(Error::new(
+            Reason::ReplicaTaken,
+            format!(
+                "replica {replica} lives and was registered by another principal than \
+                 {principal}: wait until it is dead, or take another id"
+            ),
+        ))
+    }
+
+    /// Where a replica that registers is put. Of the dead, those go last whose next
+    /// start an operator has drained beforehand.
+    pub(super) fn whose_place(&self, replica: &ReplicaId, config: &FleetConfig) -> Place {
+        if self.replicas.contains_key(replica) || self.replicas.len() < config.max_replicas {
+            return Place::Free;
+        }
+        let dead = self.replicas.iter().filter_map(|(replica, entry)| {
+            let died_at = entry.died_at?;
+            Some((entry.drains.holds(), died_at, replica))
+        });
+        dead.min()
+            .map_or(Place::None, |(_, _, replica)| Place::Of(replica.clone()))
+    }
+
+    pub(super) fn is_buried(&self, replica: &ReplicaId, incarnation: Incarnation) -> bool {
+        self.buried
+            .iter()
+            .any(|(other, dead)| other == replica && *dead >= incarnation)
+    }
+}
+
+/// Where a replica is put.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// It has one, or there is one.
+    Free,
+    /// That of this one, which has been dead for longest.
+    Of(ReplicaId),
+    /// Nowhere: all live.
+    None,
+}
+
+pub(super) fn full(config: &FleetConfig) -> Error {
+    Error::new(
+        Reason::FleetFull,
+        format!(
+            "{} replicas are registered and live, as many as are allowed: start the control \
+             plane with a higher max-replicas, or end replicas that are not wanted; this one \
+             may register as soon as one has left or is dead",
+            config.max_replicas
+        ),
+    )
+}
+
+/// Why an entry is dead that took its leave.
+const DEREGISTERED: &str = "it deregistered";
+
+pub(super) type Slot = (RankSlot, Arc<RankLoad>);
+
+/// Gives new slots to the ranks of one start that have none.
+pub(super) fn fill_slots(next: &mut u32, slots: Vec<Option<Slot>>) -> Vec<Slot> {
+    let known = slots.iter().flatten().next();
+    let sibling: Arc<RankLoad> = known.map(|(_, load)| Arc::clone(load)).unwrap_or_default();
+    slots
+        .into_iter()
+        .map(|slot| {
+            slot.unwrap_or_else(|| {
+                // Four thousand million starts of ranks: never within one process.
+                *next = next.wrapping_add(1);
+                (RankSlot(*next), Arc::new(sibling.beside()))
+            })
+        })
+        .collect()
+}
+
+pub(super) fn stale(replica: &ReplicaId, is: Incarnation, newest: Incarnation) -> Error {
+    Error::new(
+        Reason::StaleIncarnation,
+        format!("incarnation {is} of {replica} is over: {newest} is registered"),
+    )
+}
+
+pub(super) fn dead(replica: &ReplicaId, incarnation: Incarnation) -> Error {
+    Error::new(
+        Reason::IncarnationDead,
+        format!(
+            "incarnation {incarnation} of {replica} was declared dead, which is final: \
+             register with a new boot id"
+        ),
+    )
+}
