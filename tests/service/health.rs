@@ -4,15 +4,19 @@ use std::time::Duration;
 
 use berth::{
     config::Config,
-    engine::sim::{Cut, CutWhen, Faults, Hang, PauseMode, SimConfig, Times},
-    fleet::{health::Standing, snapshot::RankState},
+    engine::sim::{Cut, CutWhen, Faults, Hang, PauseMode, SimConfig, SimEngine, Times},
+    fleet::{Health, health::Standing, snapshot::RankState},
     ids::{ReplicaId, Target},
-    proto::{AttemptFailure, GetStatsRequest, ReplicaHealth, RouteReason, SampleRequest},
+    proto::{
+        self, AttemptFailure, Capabilities, GetStatsRequest, Rank, RegisterReplicaRequest,
+        ReplicaHealth, RouteReason, SampleRequest, register_replica_request::Address,
+        replica_service_client::ReplicaServiceClient,
+    },
 };
 use futures_util::future::join_all;
 
 use crate::cluster::{
-    Cluster, cached, eventually, expected, home, ids, instant, keyed, only, request, route,
+    Cluster, VOCAB, cached, eventually, expected, home, ids, instant, keyed, only, request, route,
     stepping,
 };
 
@@ -462,4 +466,64 @@ async fn a_restarted_engine_inherits_no_pins_warmth() {
     assert_eq!(route(only(&warm)).expected_cached_tokens, 63);
     revived.stop().await;
     cluster.stop().await;
+}
+
+/// Nobody hears of them any more, and they serve: that is no outage.
+#[tokio::test]
+async fn engines_whose_sidecars_are_all_silent_serve_on_and_keep_their_keys() {
+    let interval = 500 * MS;
+    let cluster = Cluster::with(0, instant(), |c| c.fleet.lease.interval = interval).await;
+    let mut engines = Vec::new();
+    for i in 0..2 {
+        let engine = SimEngine::start(instant()).await.unwrap();
+        ReplicaServiceClient::new(cluster.channel.clone())
+            .register_replica(RegisterReplicaRequest {
+                replica_id: format!("r{i}"),
+                boot_id: "boot".to_owned(),
+                address: Some(Address::Endpoint(engine.url())),
+                engine: proto::EngineKind::Sglang.into(),
+                model: engine.config().model.clone(),
+                vocab_size: VOCAB,
+                context_length: 16_384,
+                page_size: 1,
+                capabilities: Some(Capabilities {
+                    incremental_streaming: engine.config().incremental_streaming_output,
+                    ..Capabilities::default()
+                }),
+                ranks: vec![Rank {
+                    kv_capacity_tokens: 375_000,
+                    ..Rank::default()
+                }],
+                ..RegisterReplicaRequest::default()
+            })
+            .await
+            .unwrap();
+        engines.push(engine);
+    }
+    let turn = async |key: u32| {
+        let asked = keyed(&format!("t{key}"), &ids(key, 32), 4);
+        let response = cluster.sample(asked).await.unwrap();
+        home(only(&response))
+    };
+    let mut homes = Vec::new();
+    for key in 0..8 {
+        homes.push(turn(key).await);
+    }
+    // Twice as long as it takes to be dead.
+    let end = tokio::time::Instant::now() + interval * 12;
+    while tokio::time::Instant::now() < end {
+        for (key, home) in (0..).zip(&homes) {
+            assert_eq!(turn(key).await, *home);
+        }
+        tokio::time::sleep(20 * MS).await;
+    }
+    let fleet = &cluster.playground.server().parts().fleet;
+    for replica in fleet.list() {
+        assert_eq!(replica.health, Health::Suspect, "{}", replica.reason);
+    }
+    assert!(count(&cluster, "last_resorts").await > 0);
+    cluster.stop().await;
+    for engine in engines {
+        engine.stop().await;
+    }
 }
