@@ -234,7 +234,15 @@ async fn start<D: Dialect>(dialect: &D, request: &EngineRequest) -> Result<Phase
         .await?;
     if !reply.status.is_success() {
         let body = refusal::read_body(reply.body).await;
-        return Err(dialect.refused(reply.status, &reply.headers, &body));
+        let refused = dialect.refused(reply.status, &reply.headers, &body);
+        return Err(match refused {
+            // vLLM has one sentence for a model that it does not serve and for an
+            // adapter: where none was asked for, Berth named a wrong model.
+            EngineError::AdapterMissing(message) if request.adapter.is_none() => {
+                EngineError::BadReply(message)
+            }
+            other => other,
+        });
     }
     if reply.headers.contains_key(header::CONTENT_ENCODING) {
         return Err(EngineError::BadReply("a compressed reply".into()));
