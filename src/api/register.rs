@@ -254,8 +254,7 @@ pub(super) fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
         || uri.query().is_some()
         || authority.as_str().contains('@')
         || authority.host().is_empty()
-        // `host:99999` has a port, and none that exists.
-        || (uri.port_u16().is_none() && !authority.as_str().ends_with(authority.host()))
+        || !is_port(authority.as_str().strip_prefix(authority.host()))
         || authority.as_str().contains('%')
     {
         return Err(FORM);
@@ -264,6 +263,15 @@ pub(super) fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
         return Err(HOST);
     }
     Ok(format!("http://{authority}").into())
+}
+
+/// Whether what follows a host is nothing, or a port that there is: `:+80` is one to some
+/// readers only.
+fn is_port(behind: Option<&str>) -> bool {
+    let Some(digits) = behind.and_then(|behind| behind.strip_prefix(':')) else {
+        return behind == Some("");
+    };
+    digits.bytes().all(|b| b.is_ascii_digit()) && digits.parse::<u16>().is_ok_and(|port| port > 0)
 }
 
 /// Whether everybody who reads this host means the same by it. `127.1`, `0x7f000001` and

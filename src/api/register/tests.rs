@@ -87,6 +87,9 @@ fn an_endpoint_is_host_and_port_and_nothing_else() {
         "http://127.0.0.1.:80",
         "http://engine.0x7f:80",
         "http://[10.0.0.7]:80",
+        "http://10.0.0.7:+80",
+        "http://10.0.0.7:0",
+        "http://10.0.0.7:",
         // No name.
         "http://a..b:80",
         "http://a!b:80",

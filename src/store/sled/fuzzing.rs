@@ -11,7 +11,7 @@ use std::time::SystemTime;
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::{
-    super::{FinishedSample, KeyHash, notes::PinNote, notes::ReplicaNote},
+    super::{FinishedSample, KeyHash, life::MAX_SAMPLES, notes::PinNote, notes::ReplicaNote},
     frame::{self, Kind, MAX_BODY},
     high_water, layout,
     layout::{Class, DueKey, NoteKind, RecordKey},
@@ -112,7 +112,7 @@ fn events(mut feed: Feed<'_>) {
         }
     }
     if let Some(record) = &fold.record {
-        assert!((1..=128).contains(&record.samples.len()));
+        assert!((1..=MAX_SAMPLES as usize).contains(&record.samples.len()));
         assert_eq!(record.last_attempts().len(), record.samples.len());
     }
 }
