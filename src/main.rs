@@ -5,9 +5,10 @@ use std::process::ExitCode;
 use berth::cli::Cli;
 use clap::Parser;
 
-/// Gives memory back to the system, which glibc keeps after a flood is over.
+/// Gives back to the system what a flood of connections took, most of which glibc's
+/// keeps.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 #[tokio::main]
 async fn main() -> ExitCode {

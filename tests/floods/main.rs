@@ -155,9 +155,10 @@ async fn good_traffic_is_served_through_floods() {
         if is_long && ratio >= 2.0 {
             faults.push(format!("{flood:?}: the p99 grew {ratio:.2} times"));
         }
-        // A quarter of what it grew by, or what an allocator keeps for itself.
+        // Half of what it grew by: what came meanwhile and stays lies between what
+        // goes, so not all pages go.
         let kept = after.saturating_sub(before);
-        if is_long && kept >= (grown / 4).max(20 * MB) {
+        if is_long && kept >= (grown / 2).max(20 * MB) {
             faults.push(format!("{flood:?}: {} MB did not come back", kept / MB));
         }
     }
