@@ -3,9 +3,10 @@
 //! same bytes; `support/pace.rs` says what a request is. Ten alternating rounds of one
 //! run; the ratio is what counts.
 //!
-//! With `--count ARM N` (arms: 0 everybody may, 1 one token is known, 2 ten thousand are)
-//! it makes N requests, one after the other, on one thread, for `valgrind
-//! --tool=callgrind`: the difference of two such runs counts instructions.
+//! With `--count ARM N` (arms: 0 everybody may, 1 one token is known) it makes N requests,
+//! one after the other, on one thread, for `valgrind --tool=callgrind`: the difference of
+//! two such runs counts instructions. Arm 2, where ten thousand tokens are known, counts
+//! with them that the file is read again every second, which is most of it there.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
