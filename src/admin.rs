@@ -9,7 +9,7 @@
 //! Ready does not depend on replicas: they register through the same port, and
 //! could not if none but ready servers were sent calls.
 
-use std::{pin::pin, sync::Arc, time::Duration};
+use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use axum::{
     Router,
@@ -34,7 +34,7 @@ use tracing::debug;
 use crate::{
     auth::{self, Gate},
     listen::{
-        Acceptor,
+        Acceptor, Peer,
         limits::{AdminLimits, Counts, Limit, Port},
     },
     store::Store,
@@ -100,7 +100,7 @@ pub async fn serve(
         let (app, counts) = (app.clone(), Arc::clone(&counts));
         connections.spawn(async move {
             let _place = place;
-            if let Err(error) = connection(stream, app, limits).await {
+            if let Err(error) = connection(stream, peer, app, limits).await {
                 if error.is_timeout() {
                     counts.limits(Port::Admin, Limit::FirstRequest);
                 }
@@ -116,10 +116,12 @@ const REFUSAL: &[u8] = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r
 
 async fn connection(
     stream: TcpStream,
+    peer: SocketAddr,
     app: Router,
     limits: AdminLimits,
 ) -> Result<(), hyper::Error> {
-    let service = service_fn(move |request: http::Request<Incoming>| {
+    let service = service_fn(move |mut request: http::Request<Incoming>| {
+        request.extensions_mut().insert(Peer(peer));
         app.clone().oneshot(request.map(axum::body::Body::new))
     });
     let most = usize::try_from(limits.header_bytes).unwrap_or(usize::MAX);

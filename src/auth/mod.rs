@@ -228,7 +228,7 @@ impl Caller {
             .write_stranger(&self.entry(what, object, Some(error)));
     }
 
-    fn entry<'a>(&'a self, event: &'a str, object: &'a str, error: Option<&Error>) -> Entry<'a> {
+    fn entry<'a>(&'a self, event: &'a str, object: &'a str, error: Option<&'a Error>) -> Entry<'a> {
         Entry {
             event,
             principal: Some(&self.principal),
@@ -237,7 +237,8 @@ impl Caller {
             peer: self.peer,
             object: Some(object),
             outcome: error.map_or("OK", |error| error.reason.name()),
-            detail: None,
+            // What a replica's registration named, and why it may not be called.
+            detail: error.map(|error| error.message.as_str()),
         }
     }
 }

@@ -14,13 +14,20 @@ impl Config {
                 faults.push(fault);
             }
         };
-        for (option, address) in [("listen", self.listen), ("admin-listen", self.admin_listen)] {
+        for (option, address, harm) in [
+            (
+                "listen",
+                self.listen,
+                "have prompts sent to a replica of its own",
+            ),
+            ("admin-listen", self.admin_listen, "read the metrics"),
+        ] {
             check(
                 address.ip().is_loopback() || self.auth.credentials.is_some(),
                 format!(
                     "{option}: {address} is not a loopback address, and without a file of \
-                     credentials whoever reaches it could read prompts and register replicas: \
-                     make one with `berth token` and name it in credentials"
+                     credentials whoever reaches it could {harm}: make one with `berth token` \
+                     and name it in credentials"
                 ),
             );
         }

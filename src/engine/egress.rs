@@ -23,12 +23,14 @@ use hyper_util::client::legacy::connect::dns::Name;
 use ipnet::IpNet;
 
 /// Clouds tell secrets at these, whatever network they lie in.
-const METADATA: [IpAddr; 5] = [
+const METADATA: [IpAddr; 7] = [
     IpAddr::V4(Ipv4Addr::new(169, 254, 169, 254)),
     IpAddr::V4(Ipv4Addr::new(169, 254, 170, 2)),
     IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)),
     IpAddr::V4(Ipv4Addr::new(168, 63, 129, 16)),
+    IpAddr::V4(Ipv4Addr::new(192, 0, 0, 192)),
     IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254)),
+    IpAddr::V6(Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)),
 ];
 
 /// Addresses that a name may resolve to: more are no replica's.
@@ -182,8 +184,11 @@ fn plain(ip: IpAddr) -> IpAddr {
         return v4.into();
     }
     match v6.segments() {
-        // Translated: NAT64. Compatible: ::a.b.c.d, but for :: and ::1.
+        // Translated: NAT64, by the well-known prefix or one for local use, and
+        // SIIT. Compatible: ::a.b.c.d, but for :: and ::1.
         [0x64, 0xff9b, 0, 0, 0, 0, high, low] => wrapped(high, low),
+        [0x64, 0xff9b, 1, .., high, low] => wrapped(high, low),
+        [0, 0, 0, 0, 0xffff, 0, high, low] => wrapped(high, low),
         [0, 0, 0, 0, 0, 0, high, low] if high != 0 => wrapped(high, low),
         // 6to4.
         [0x2002, high, low, ..] => wrapped(high, low),
@@ -204,6 +209,10 @@ fn never(ip: IpAddr) -> Option<&'static str> {
         IpAddr::V6(v6) if v6.is_unicast_link_local() => Some("a link-local address"),
         _ if ip.is_multicast() => Some("a multicast address"),
         IpAddr::V4(v4) if v4.is_broadcast() => Some("the broadcast address"),
+        IpAddr::V4(v4) if v4.octets()[0] >= 240 => Some("a reserved address"),
+        IpAddr::V6(v6) if v6.segments()[0] & 0xffc0 == 0xfec0 => Some("a site-local address"),
+        // What it leads to is somebody else's choice.
+        IpAddr::V6(v6) if matches!(v6.segments(), [0x2001, 0, ..]) => Some("a tunnel's address"),
         IpAddr::V4(v4) if v4.octets()[0] == 0 => Some("an unspecified address"),
         _ if ip.is_unspecified() => Some("an unspecified address"),
         _ => None,
@@ -267,7 +276,14 @@ mod tests {
             "169.254.169.254:80",
             "169.254.7.7:30000",
             "100.100.100.200:80",
+            "192.0.0.192:8080",
             "[fd00:ec2::254]:80",
+            "[fd20:ce::254]:3000",
+            "[64:ff9b:1::a9fe:a9fe]:80",
+            "[::ffff:0:169.254.169.254]:80",
+            "[2001:0:1:2:3:4:80ff:fffe]:30000",
+            "[fec0::1]:30000",
+            "240.0.0.1:30000",
             "[fe80::1]:30000",
             "[::ffff:169.254.169.254]:80",
             "[64:ff9b::a9fe:a9fe]:80",
@@ -300,6 +316,8 @@ mod tests {
             "[::1]:30000",
             "[::ffff:127.0.0.1]:30000",
             "[64:ff9b::7f00:1]:30000",
+            "[64:ff9b:1::7f00:1]:30000",
+            "[::ffff:0:127.0.0.1]:30000",
         ] {
             let why = refused(&closed, address);
             assert!(matches!(why, Forbidden::Loopback(_)), "{address}: {why}");

@@ -89,6 +89,12 @@ async fn a_name_for_a_good_and_a_bad_address_is_refused_and_not_called() {
             ("object", "stranger"),
             ("outcome", "INVALID_REQUEST"),
         ]));
+        // What was tried, for whoever reads it later.
+        let told = |line: &serde_json::Value| {
+            let detail = line["detail"].as_str().unwrap_or_default();
+            line["object"] == "stranger" && detail.contains(expected)
+        };
+        assert!(world.audit().iter().any(told), "{expected}");
     }
     assert!(trap.is_untouched().await);
     world.stop().await;
