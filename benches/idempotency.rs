@@ -77,7 +77,7 @@ async fn generate(
     )
 }
 
-async fn engine() -> String {
+fn engine() -> Router {
     let ids: Vec<usize> = (0..TOKENS).collect();
     let logprobs: Vec<String> = ids
         .iter()
@@ -87,10 +87,9 @@ async fn engine() -> String {
         ids: serde_json::to_string(&ids).unwrap(),
         logprobs: format!("[{}]", logprobs.join(",")),
     });
-    let routes = Router::new()
+    Router::new()
         .route("/generate", post(generate))
-        .with_state(answer);
-    support::engine(routes).await
+        .with_state(answer)
 }
 
 async fn server(dir: &std::path::Path) -> (Server, Vec<SamplingServiceClient<Channel>>) {
@@ -100,13 +99,7 @@ async fn server(dir: &std::path::Path) -> (Server, Vec<SamplingServiceClient<Cha
         incremental_streaming: true,
         ..Capabilities::default()
     };
-    let engines = [
-        engine().await,
-        engine().await,
-        engine().await,
-        engine().await,
-    ];
-    support::serve(config, capabilities, engines, CHANNELS).await
+    support::serve(config, capabilities, engine(), CHANNELS).await
 }
 
 fn request(key: Option<u64>) -> SampleRequest {

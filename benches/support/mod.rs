@@ -27,25 +27,25 @@ pub fn shown<T>(message: T) -> Request<T> {
     request
 }
 
-/// Starts it, and registers an engine of these capabilities at each of the addresses.
-/// Nobody beats: leases are long.
+/// Starts it, and registers engines of these routes and capabilities. Nobody beats:
+/// leases are long.
 pub async fn serve(
     mut config: Config,
     capabilities: Capabilities,
-    engines: [String; REPLICAS],
+    routes: axum::Router,
     channels: usize,
 ) -> (Server, Vec<SamplingServiceClient<Channel>>) {
     config.fleet.lease.interval = Duration::from_secs(60);
     let server = Server::start(config).await.unwrap();
     let url = format!("http://{}", server.grpc_address());
-    for (i, engine) in engines.into_iter().enumerate() {
+    for i in 0..REPLICAS {
         ReplicaServiceClient::connect(url.clone())
             .await
             .unwrap()
             .register_replica(shown(RegisterReplicaRequest {
                 replica_id: format!("r{i}"),
                 boot_id: "b".to_owned(),
-                address: Some(Address::Endpoint(engine)),
+                address: Some(Address::Endpoint(engine(routes.clone()).await)),
                 engine: EngineKind::Sglang.into(),
                 model: "m".to_owned(),
                 vocab_size: 1000,
@@ -70,7 +70,7 @@ pub async fn serve(
 }
 
 /// Serves an engine's routes on a port of their own. Returns its address.
-pub async fn engine(routes: axum::Router) -> String {
+async fn engine(routes: axum::Router) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move { axum::serve(listener, routes).await });

@@ -39,23 +39,14 @@ async fn generate(Json(request): Json<serde_json::Value>) -> impl IntoResponse {
     )
 }
 
-async fn engine() -> String {
-    support::engine(Router::new().route("/generate", post(generate))).await
-}
-
 /// A server of this configuration with four engines, and clients of it.
 pub async fn server(config: Config) -> (Server, Vec<SamplingServiceClient<Channel>>) {
     let capabilities = Capabilities {
         incremental_streaming: true,
         ..Capabilities::default()
     };
-    let engines = [
-        engine().await,
-        engine().await,
-        engine().await,
-        engine().await,
-    ];
-    support::serve(config, capabilities, engines, CHANNELS).await
+    let routes = Router::new().route("/generate", post(generate));
+    support::serve(config, capabilities, routes, CHANNELS).await
 }
 
 /// What a round came to.

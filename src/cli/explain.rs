@@ -6,11 +6,13 @@ use super::{
     operator::{self, Connection, Failure, table},
     replicas::percent,
 };
-use crate::error::Reason;
-use crate::proto::{
-    Candidate, ExplainRouteRequest, ExplainRouteResponse, Group, RoutingPolicy, SampleRequest,
-    Sampling, TokenIds, WeightsConstraint, sample_request::Prompt,
-    sampling_service_client::SamplingServiceClient, weights_constraint::Constraint,
+use crate::{
+    error::Reason,
+    proto::{
+        Candidate, ExplainRouteRequest, ExplainRouteResponse, Group, RoutingPolicy, SampleRequest,
+        Sampling, TokenIds, WeightsConstraint, sample_request::Prompt,
+        sampling_service_client::SamplingServiceClient, weights_constraint::Constraint,
+    },
 };
 
 /// The most tokens that a prompt may be said to have.
@@ -100,12 +102,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     }
     if answer.route.is_none() {
         // As `Sample` would answer: what the fleet lacks does not come by waiting.
-        let lacks = [Reason::NotSupported, Reason::WeightsNotServed];
-        let exit = if lacks.iter().any(|r| r.name() == answer.no_route_reason) {
-            Failure::REFUSED
-        } else {
-            Failure::UNAVAILABLE
-        };
+        let mut known = Reason::ALL.iter();
+        let reason = known.find(|reason| reason.name() == answer.no_route_reason);
+        let exit = reason.map_or(Failure::UNAVAILABLE, |r| Failure::exit(r.code()));
         return Err(Failure::new(exit, answer.no_route).into());
     }
     Ok(())

@@ -37,10 +37,9 @@ use arc_swap::ArcSwap;
 use tokio::{sync::watch, time::Instant};
 use tracing::info;
 
-use drain::Stage;
-use entry::{Entry, Hanging};
+use entry::Entry;
 pub use entry::{Health, RankStatus, ReplicaStatus};
-use facts::{AdapterFacts, RankReport, ReplicaFacts, ReportedState};
+use facts::{AdapterFacts, RankReport, ReportedState};
 use health::{Cause, HealthConfig};
 use lease::{LeaseConfig, Liveness};
 pub use passive::{Fault, Trial};
@@ -48,7 +47,7 @@ use register::{dead, stale};
 use snapshot::{RankLoad, RankSlot, RankState, RankView, ReplicaView, Snapshot};
 
 use crate::{
-    audit::{self, Audit},
+    audit::Audit,
     engine::egress::Egress,
     error::{Error, Reason},
     ids::{Incarnation, ReplicaId, Target},

@@ -6,7 +6,19 @@ use std::sync::Arc;
 use tokio::time::Instant;
 use tracing::info;
 
-use super::*;
+use super::{
+    Fleet, FleetConfig, Registered, State,
+    drain::Stage,
+    entry::Entry,
+    facts::ReplicaFacts,
+    lease::Liveness,
+    snapshot::{RankLoad, RankSlot},
+};
+use crate::{
+    audit,
+    error::{Error, Reason},
+    ids::{Incarnation, ReplicaId},
+};
 
 impl Fleet {
     /// Announces one start of a replica. Repeated, it gives the same incarnation

@@ -7,7 +7,13 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::*;
+use super::{
+    Fleet, FleetConfig, State,
+    entry::{Entry, Hanging},
+    health::Cause,
+    lease::{LeaseConfig, Liveness},
+};
+use crate::ids::{ReplicaId, Target};
 
 /// Fewer replicas than this that fall silent are not many.
 const SPARE_FROM: usize = 3;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    facts::{Accelerator, Capabilities, EngineKind, RankFacts},
+    facts::{Accelerator, Capabilities, EngineKind, RankFacts, ReplicaFacts},
     *,
 };
 use crate::{call::LogprobMode, ids::BootId, store::memory::MemoryStore};

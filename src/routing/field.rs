@@ -212,6 +212,28 @@ impl<'f> Field<'f> {
         true
     }
 
+    /// Passes over all but those of which `measure` gives the least; it is asked once
+    /// for each that is in, since loads change meanwhile.
+    pub(super) fn keep_least(&mut self, why: Out, measure: impl Fn(&RankView, Seat) -> f64) {
+        let is_in = |seat: &Seat| seat.out.is_none();
+        let measures: Vec<f64> = self
+            .seats()
+            .map(|(rank, seat)| {
+                if is_in(&seat) {
+                    measure(rank, seat)
+                } else {
+                    f64::INFINITY
+                }
+            })
+            .collect();
+        let least = measures.iter().copied().fold(f64::INFINITY, f64::min);
+        for (seat, measure) in self.seats.iter_mut().zip(measures) {
+            if is_in(seat) && measure > least {
+                seat.out = Some(why);
+            }
+        }
+    }
+
     /// Passes over those that `which` names, whoever is left.
     pub(super) fn pass_over(&mut self, why: Out, which: impl Fn(&RankView, Seat) -> bool) {
         for (seat, &index) in self.seats.iter_mut().zip(&self.model.ranks) {

@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use berth::{
     config::Config,
-    engine::sim::{SimConfig, SimHandle, tokens},
+    engine::sim::{Dialect, SimConfig, SimHandle, tokens},
     harness::playground::{self, Playground},
     proto::{
-        self, SampleRequest, SampleResponse, SampleResult, Sampling, TokenIds,
-        fleet_service_client::FleetServiceClient, sample_request::Prompt,
-        sampling_service_client::SamplingServiceClient,
+        self, Capabilities, Rank, RegisterReplicaRequest, SampleRequest, SampleResponse,
+        SampleResult, Sampling, TokenIds, fleet_service_client::FleetServiceClient,
+        register_replica_request::Address, replica_service_client::ReplicaServiceClient,
+        sample_request::Prompt, sampling_service_client::SamplingServiceClient,
     },
 };
 use tonic::{Code, Status, transport::Channel};
@@ -57,6 +58,38 @@ impl Cluster {
             channel,
             _dir: dir,
         }
+    }
+
+    /// Registers an engine beside which no sidecar is: nobody beats, and what is said
+    /// of its vocabulary is not its own word.
+    pub async fn register(&self, id: &str, engine: &SimHandle) {
+        let config = engine.config();
+        let kind = match config.dialect {
+            Dialect::Sglang => proto::EngineKind::Sglang,
+            Dialect::Vllm => proto::EngineKind::Vllm,
+        };
+        ReplicaServiceClient::new(self.channel.clone())
+            .register_replica(RegisterReplicaRequest {
+                replica_id: id.to_owned(),
+                boot_id: "boot".to_owned(),
+                address: Some(Address::Endpoint(engine.url())),
+                engine: kind.into(),
+                model: config.model.clone(),
+                vocab_size: VOCAB,
+                context_length: 16_384,
+                page_size: u32::try_from(config.page_size).unwrap(),
+                capabilities: Some(Capabilities {
+                    incremental_streaming: config.incremental_streaming_output,
+                    ..Capabilities::default()
+                }),
+                ranks: vec![Rank {
+                    kv_capacity_tokens: 375_000,
+                    ..Rank::default()
+                }],
+                ..RegisterReplicaRequest::default()
+            })
+            .await
+            .unwrap();
     }
 
     pub fn client(&self) -> SamplingServiceClient<Channel> {

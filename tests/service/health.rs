@@ -7,16 +7,12 @@ use berth::{
     engine::sim::{Cut, CutWhen, Faults, Hang, PauseMode, SimConfig, SimEngine, Times},
     fleet::{Health, health::Standing, snapshot::RankState},
     ids::{ReplicaId, Target},
-    proto::{
-        self, AttemptFailure, Capabilities, GetStatsRequest, Rank, RegisterReplicaRequest,
-        ReplicaHealth, RouteReason, SampleRequest, register_replica_request::Address,
-        replica_service_client::ReplicaServiceClient,
-    },
+    proto::{AttemptFailure, GetStatsRequest, ReplicaHealth, RouteReason, SampleRequest},
 };
 use futures_util::future::join_all;
 
 use crate::cluster::{
-    Cluster, VOCAB, cached, eventually, expected, home, ids, instant, keyed, only, request, route,
+    Cluster, cached, eventually, expected, home, ids, instant, keyed, only, request, route,
     stepping,
 };
 
@@ -476,28 +472,7 @@ async fn engines_whose_sidecars_are_all_silent_serve_on_and_keep_their_keys() {
     let mut engines = Vec::new();
     for i in 0..2 {
         let engine = SimEngine::start(instant()).await.unwrap();
-        ReplicaServiceClient::new(cluster.channel.clone())
-            .register_replica(RegisterReplicaRequest {
-                replica_id: format!("r{i}"),
-                boot_id: "boot".to_owned(),
-                address: Some(Address::Endpoint(engine.url())),
-                engine: proto::EngineKind::Sglang.into(),
-                model: engine.config().model.clone(),
-                vocab_size: VOCAB,
-                context_length: 16_384,
-                page_size: 1,
-                capabilities: Some(Capabilities {
-                    incremental_streaming: engine.config().incremental_streaming_output,
-                    ..Capabilities::default()
-                }),
-                ranks: vec![Rank {
-                    kv_capacity_tokens: 375_000,
-                    ..Rank::default()
-                }],
-                ..RegisterReplicaRequest::default()
-            })
-            .await
-            .unwrap();
+        cluster.register(&format!("r{i}"), &engine).await;
         engines.push(engine);
     }
     let turn = async |key: u32| {

@@ -4,17 +4,12 @@ use std::time::Duration;
 
 use berth::{
     engine::sim::{SimConfig, SimEngine, SimHandle},
-    proto::{
-        AttemptFailure, Capabilities, EngineKind, Rank, RegisterReplicaRequest, SampleRequest,
-        register_replica_request::Address, replica_service_client::ReplicaServiceClient,
-    },
+    proto::{AttemptFailure, SampleRequest},
 };
 use futures_util::future::join_all;
 use tonic::Code;
 
-use crate::cluster::{
-    Cluster, VOCAB, eventually, instant, only, refused, request, route, stepping,
-};
+use crate::cluster::{Cluster, eventually, instant, only, refused, request, route, stepping};
 
 /// An id that the engines' vocabulary does not have, though they were registered
 /// as if it had: stands for any prompt that ends an engine.
@@ -32,28 +27,7 @@ async fn liars(cluster: &Cluster, count: u32) -> Vec<SimHandle> {
         })
         .await
         .unwrap();
-        ReplicaServiceClient::new(cluster.channel.clone())
-            .register_replica(RegisterReplicaRequest {
-                replica_id: format!("liar{i}"),
-                boot_id: "boot".to_owned(),
-                address: Some(Address::Endpoint(engine.url())),
-                engine: EngineKind::Sglang.into(),
-                model: engine.config().model.clone(),
-                vocab_size: VOCAB,
-                context_length: 16_384,
-                page_size: 1,
-                capabilities: Some(Capabilities {
-                    incremental_streaming: true,
-                    ..Capabilities::default()
-                }),
-                ranks: vec![Rank {
-                    kv_capacity_tokens: 375_000,
-                    ..Rank::default()
-                }],
-                ..RegisterReplicaRequest::default()
-            })
-            .await
-            .unwrap();
+        cluster.register(&format!("liar{i}"), &engine).await;
         engines.push(engine);
     }
     engines

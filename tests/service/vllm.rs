@@ -7,11 +7,10 @@ use berth::{
     fleet::facts::EngineKind,
     harness::playground,
     proto::{
-        self, AttemptFailure, CancelSampleRequest, Capabilities, LogprobMode, Logprobs, OnAbort,
-        OnLost, Rank, RegisterReplicaRequest, RouteReason, SampleRequest, SampleResponse,
-        SampleStreamResponse, Sampling, StopReason, StopStrings, TokenIds, WeightsConstraint,
-        register_replica_request::Address, replica_service_client::ReplicaServiceClient,
-        sample_request::Prompt, sample_stream_response::Event, weights_constraint::Constraint,
+        self, AttemptFailure, CancelSampleRequest, LogprobMode, Logprobs, OnAbort, OnLost,
+        RouteReason, SampleRequest, SampleResponse, SampleStreamResponse, Sampling, StopReason,
+        StopStrings, TokenIds, WeightsConstraint, sample_request::Prompt,
+        sample_stream_response::Event, weights_constraint::Constraint,
     },
     sidecar::{Sidecar, SidecarConfig},
 };
@@ -573,28 +572,7 @@ async fn liars(cluster: &Cluster, count: usize, linger: Duration) -> Vec<SimHand
         })
         .await
         .unwrap();
-        ReplicaServiceClient::new(cluster.channel.clone())
-            .register_replica(RegisterReplicaRequest {
-                replica_id: format!("liar{i}"),
-                boot_id: "boot".to_owned(),
-                address: Some(Address::Endpoint(engine.url())),
-                engine: proto::EngineKind::Vllm.into(),
-                model: engine.config().model.clone(),
-                vocab_size: VOCAB,
-                context_length: 16_384,
-                page_size: BLOCK,
-                capabilities: Some(Capabilities {
-                    incremental_streaming: true,
-                    ..Capabilities::default()
-                }),
-                ranks: vec![Rank {
-                    kv_capacity_tokens: 375_000,
-                    ..Rank::default()
-                }],
-                ..RegisterReplicaRequest::default()
-            })
-            .await
-            .unwrap();
+        cluster.register(&format!("liar{i}"), &engine).await;
         engines.push(engine);
     }
     engines

@@ -56,6 +56,18 @@ impl Failure {
     pub(super) const REFUSED: u8 = 5;
     pub(super) const LATE: u8 = 6;
 
+    /// The exit code for a call that ended with this code.
+    pub(super) fn exit(code: Code) -> u8 {
+        match code {
+            Code::NotFound => Self::NOT_FOUND,
+            Code::Unavailable | Code::ResourceExhausted | Code::DeadlineExceeded => {
+                Self::UNAVAILABLE
+            }
+            Code::FailedPrecondition => Self::REFUSED,
+            _ => Self::OTHER,
+        }
+    }
+
     pub(super) fn new(exit: u8, message: impl Into<String>) -> Self {
         Self {
             exit,
@@ -136,14 +148,7 @@ impl Operator {
             );
             return Failure::new(exit, message);
         };
-        let exit = match status.code() {
-            Code::NotFound => Failure::NOT_FOUND,
-            Code::Unavailable | Code::ResourceExhausted | Code::DeadlineExceeded => {
-                Failure::UNAVAILABLE
-            }
-            Code::FailedPrecondition => Failure::REFUSED,
-            _ => Failure::OTHER,
-        };
+        let exit = Failure::exit(status.code());
         let hint = if reason == Reason::LastReplica.name() {
             "; --force drains it"
         } else if reason == Reason::ReplicaNotFound.name() {

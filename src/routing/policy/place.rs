@@ -152,11 +152,8 @@ impl Router {
             field.narrow(Out::Busier, |_, seat| seat.load <= bound);
             field.first(order)
         } else {
-            let least = field.least();
-            field.narrow(Out::Busier, |_, seat| seat.load <= least);
-            let held = field.left().map(|(rank, _)| kv_held(rank));
-            let emptiest = held.fold(f64::INFINITY, f64::min);
-            field.narrow(Out::Fuller, |rank, _| kv_held(rank) <= emptiest);
+            field.keep_least(Out::Busier, |_, seat| seat.load);
+            field.keep_least(Out::Fuller, |rank, _| kv_held(rank));
             field.first(order)
         }
     }
@@ -184,8 +181,7 @@ impl Router {
             let bound = bound.max(field.least());
             field.narrow(Out::Busier, |_, seat| seat.load <= bound);
         }
-        let fewest = field.left().map(|(rank, _)| siblings(of(rank))).min();
-        field.narrow(Out::Group, |rank, _| Some(siblings(of(rank))) == fewest);
+        field.keep_least(Out::Group, |rank, _| f64::from(siblings(of(rank))));
     }
 
     /// A rank where the queue is shorter than at home by more than computing the
@@ -308,8 +304,7 @@ impl Router {
 
 /// The least loaded of those that are in.
 fn lightest<'f>(field: &mut Field<'f>, order: u128) -> Option<&'f RankView> {
-    let least = field.least();
-    field.narrow(Out::Busier, |_, seat| seat.load <= least);
+    field.keep_least(Out::Busier, |_, seat| seat.load);
     field.first(order)
 }
 

@@ -170,6 +170,8 @@ pub(super) struct Gathered {
     pub(super) purges: Vec<(Tenant, Option<Vec<u8>>, AnswerTo<Purged>)>,
     /// Keys that go with this batch.
     pub(super) removed: HashSet<KeyHash>,
+    /// Free bytes of the disk, once they were asked for.
+    pub(super) free: Option<u64>,
 }
 
 pub(super) struct Committer {
@@ -185,8 +187,6 @@ pub(super) struct Committer {
     pub(super) expiring: bool,
     /// Opening again has found a loss: a person must decide.
     pub(super) given_up: bool,
-    /// Free bytes of the disk, asked for once in a batch.
-    pub(super) free: Option<u64>,
     /// As long as this is open, nobody else opens the store.
     _lock: File,
 }
@@ -210,7 +210,6 @@ impl Committer {
             last_tick: Instant::now(),
             expiring: false,
             given_up: false,
-            free: None,
             _lock: lock,
         };
         committer.go_live(opened);
@@ -323,7 +322,6 @@ impl Committer {
             self.step(Step::Taken);
         }
         let mut gathered = Gathered::default();
-        self.free = None;
         if let Err(fault) = self.end_move(false) {
             self.fall(fault, Gathered::default());
         }

@@ -138,7 +138,7 @@ impl Committer {
             return Ok(());
         }
         let known = self.active.contains_key(&key);
-        if !known && let Err(full) = self.room_for(&request.tenant) {
+        if !known && let Err(full) = self.room_for(&request.tenant, gathered) {
             hold(gathered, false, answer, Err(full), |_| None);
             return Ok(());
         }
@@ -174,7 +174,7 @@ impl Committer {
     }
 
     /// Whether a new key of this tenant is taken.
-    fn room_for(&mut self, tenant: &Tenant) -> Result<(), StoreError> {
+    fn room_for(&self, tenant: &Tenant, gathered: &mut Gathered) -> Result<(), StoreError> {
         if self.active.len() >= self.options.max_running {
             return Err(StoreError::Full(format!(
                 "{} keys are in work",
@@ -194,12 +194,12 @@ impl Committer {
                 self.options.tenant_quota,
             ));
         }
-        let free = match self.free {
+        let free = match gathered.free {
             Some(free) => free,
             None => free_space(&self.paths.dir)
                 .map_err(|e| StoreError::Failed(format!("the disk failed: {e}")))?,
         };
-        self.free = Some(free);
+        gathered.free = Some(free);
         let floor = self.options.free_space_floor;
         if free < floor {
             return Err(StoreError::Full(format!(
@@ -235,11 +235,6 @@ impl Committer {
         };
         let opened = (!active.on_disk).then(|| active.record.opened());
         active.on_disk = true;
-        if opened.is_some()
-            && let Some(live) = &mut self.live
-        {
-            live.known.insert(key);
-        }
         let tenant = active.record.tenant.clone();
         if let Event::Dispatched { attempt, .. } = &event
             && let Some(pin) = attempt.binds
@@ -257,6 +252,9 @@ impl Committer {
         }
         let now = self.options.clock.wall();
         if opened.is_some() {
+            if let Some(live) = &mut self.live {
+                live.known.insert(key);
+            }
             let due = DueKey {
                 at_ms: to_ms(now + self.options.retention),
                 hash: key,
