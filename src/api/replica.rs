@@ -10,7 +10,7 @@ use crate::{
     engine::egress::Egress,
     error::Error,
     fleet::{Beat, Fleet, Registered},
-    ids::{Incarnation, ReplicaId},
+    ids::{Incarnation, ReplicaId, Target},
     listen::Peer,
     proto::{self, replica_service_server::ReplicaService},
 };
@@ -100,6 +100,13 @@ impl ReplicaService for Replicas {
         };
         let heard = self.fleet.beat(beat)?;
         self.fleet.spoken_for(&replica, &caller.principal);
+        if let Some(rank) = heard.unwell {
+            self.fleet.unreachable(&Target {
+                replica,
+                incarnation: Incarnation(message.incarnation),
+                rank,
+            });
+        }
         let directive = if heard.drain {
             proto::Directive::Drain
         } else {

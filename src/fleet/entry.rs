@@ -434,6 +434,7 @@ impl Entry {
         Heard {
             drain: self.drains.tell(),
             in_flight: self.slots.iter().map(|(_, load)| load.in_flight()).sum(),
+            unwell: None,
         }
     }
 

@@ -115,6 +115,14 @@ pub struct Beat {
     pub adapters: Option<Vec<AdapterFacts>>,
 }
 
+impl Beat {
+    fn unwell(&self) -> Option<u32> {
+        let all = self.state == ReportedState::Unhealthy;
+        let ill = self.ranks.iter().find(|rank| all || !rank.healthy);
+        ill.map(|rank| rank.rank)
+    }
+}
+
 /// What a heartbeat is answered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Heard {
@@ -122,6 +130,9 @@ pub struct Heard {
     pub drain: bool,
     /// Samples sent there, or about to be, and not yet answered.
     pub in_flight: u64,
+    /// A rank that this beat calls unwell. Its port should be asked: of an engine
+    /// that is gone nobody has to wait for a lease.
+    pub unwell: Option<u32>,
 }
 
 /// The fleet.
@@ -261,6 +272,7 @@ impl Fleet {
         if moved {
             info!(replica = %beat.replica, incarnation = %beat.incarnation, stage = ?drains.stage(), "drain");
         }
+        let unwell = beat.unwell();
         let mut changed = entry.take_reports(beat.state, beat.ranks, now, &self.config.health);
         if let Some(adapters) = beat.adapters {
             changed |= entry.take_adapters(adapters);
@@ -271,7 +283,10 @@ impl Fleet {
         // Read after the new state is seen by all: what it counts later was chosen
         // before.
         let heard = state.replicas.get_mut(&beat.replica).map(Entry::heard);
-        Ok(heard.unwrap_or_default())
+        Ok(Heard {
+            unwell,
+            ..heard.unwrap_or_default()
+        })
     }
 
     /// Whether that start of the replica is known to be over: dead, or followed by

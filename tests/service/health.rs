@@ -70,6 +70,21 @@ async fn turns(cluster: &Cluster) -> Vec<berth::proto::SampleResult> {
     join_all(running).await
 }
 
+/// Its sidecar lives on, and nobody sends it anything.
+#[tokio::test]
+async fn an_engine_that_its_sidecar_calls_unwell_and_whose_port_refuses_is_dead() {
+    let cluster = Cluster::with(2, instant(), impatient).await;
+    cluster.engine("r0").kill().await;
+    let get = |id| {
+        let fleet = &cluster.playground.server().parts().fleet;
+        fleet.get(&ReplicaId::new(id)).unwrap()
+    };
+    eventually("it is dead", async || get("r0").health == Health::Dead).await;
+    assert!(get("r0").reason.contains("refuses"), "{}", get("r0").reason);
+    assert_eq!(get("r1").health, Health::Healthy);
+    cluster.stop().await;
+}
+
 /// CASES 22: it takes requests and never answers, while its health looks good.
 #[tokio::test]
 async fn an_engine_that_hangs_loses_its_keys_and_gets_nothing_until_probes_pass() {
