@@ -100,6 +100,7 @@ fn replica_facts(id: &ReplicaId, rank: &RankFacts) -> ReplicaFacts {
         page_size: 1,
         logprob_mode: LogprobMode::Processed,
         labels: BTreeMap::new(),
+        engine_start: None,
     }
 }
 

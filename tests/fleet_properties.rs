@@ -236,6 +236,7 @@ fn facts(replica: u8, boot: u32) -> ReplicaFacts {
         page_size: 1,
         logprob_mode: LogprobMode::Unknown,
         labels: BTreeMap::new(),
+        engine_start: None,
     }
 }
 

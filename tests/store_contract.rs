@@ -629,6 +629,7 @@ mod suite {
             page_size: 1,
             logprob_mode: LogprobMode::default(),
             labels: BTreeMap::new(),
+            engine_start: None,
         };
         ReplicaNote {
             facts,

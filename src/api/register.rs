@@ -84,6 +84,12 @@ pub(super) fn facts(
         "boot_id",
         "must have 1 to 128 printable ASCII characters",
     );
+    faults.check(
+        message.engine_start.len() <= MAX_ID
+            && message.engine_start.bytes().all(|b| b.is_ascii_graphic()),
+        "engine_start",
+        "may have 128 printable ASCII characters at most",
+    );
     let url = address(&message, caller, &mut faults);
     let engine = match message.engine() {
         proto::EngineKind::Sglang => Some(EngineKind::Sglang),
@@ -163,6 +169,7 @@ pub(super) fn facts(
                 Ok(proto::LogprobMode::Unspecified) | Err(_) => LogprobMode::Unknown,
             },
             labels: message.labels.into_iter().collect(),
+            engine_start: Some(message.engine_start).filter(|start| !start.is_empty()),
         }),
         _ => Err(Error::invalid(Reason::InvalidRequest, faults.0)),
     }
@@ -439,6 +446,7 @@ fn capabilities(c: proto::Capabilities) -> Capabilities {
         priority: c.priority,
         incremental_streaming: c.incremental_streaming,
         max_top_logprobs: c.max_top_logprobs,
+        more_follow: c.more_follow,
     }
 }
 

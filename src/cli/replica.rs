@@ -158,6 +158,9 @@ fn can(c: &Capabilities) -> String {
     if c.max_top_logprobs > 0 {
         can.push(format!("{} top logprobs", c.max_top_logprobs));
     }
+    if c.more_follow {
+        can.push("more that its engine has not told yet".to_owned());
+    }
     can.join(", ")
 }
 

@@ -63,6 +63,9 @@ pub struct Facts {
     /// Differs between two starts of the server; `None` where nothing in its
     /// answers does.
     pub start: Option<String>,
+    /// An answer is still awaited: what only that tells is taken for absent until
+    /// then (what it can do beyond plain requests, its start, devices and limits).
+    pub pending: bool,
 }
 
 /// A LoRA adapter.
@@ -145,14 +148,27 @@ impl Facts {
     /// Whether `other` is the same start of the same server, as far as their
     /// facts tell. Weights and adapters change while a server runs.
     pub fn same_start(&self, other: &Self) -> bool {
-        self.start == other.start
+        let told = !self.pending && !other.pending;
+        let ranks = self.ranks.len() == other.ranks.len()
+            && self.ranks.iter().zip(&other.ranks).all(|(rank, other)| {
+                let limit = if told {
+                    other.max_running_requests
+                } else {
+                    rank.max_running_requests
+                };
+                *rank
+                    == RankFact {
+                        max_running_requests: limit,
+                        ..other.clone()
+                    }
+            });
+        (!told || (self.start == other.start && self.devices == other.devices))
             && self.version == other.version
             && self.model == other.model
             && self.model_path == other.model_path
             && self.context_length == other.context_length
             && self.page_size == other.page_size
-            && self.ranks == other.ranks
-            && self.devices == other.devices
+            && ranks
     }
 
     /// Whether a registration with `other` would say anything else. The weight

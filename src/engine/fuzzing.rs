@@ -238,6 +238,7 @@ fn facts(mut feed: Feed<'_>, vllm: bool) {
     let [first, second, models, loads, more] = bodies;
     let read = if vllm {
         let servers = [vllm::facts::Bodies {
+            pending: false,
             endpoint: None,
             version: first,
             models,

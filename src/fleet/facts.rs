@@ -45,6 +45,9 @@ pub struct ReplicaFacts {
     pub logprob_mode: LogprobMode,
     /// For people.
     pub labels: BTreeMap<String, String>,
+    /// What tells this start from others, by the engine's own word.
+    #[serde(skip)]
+    pub engine_start: Option<String>,
 }
 
 /// Which HTTP API an engine speaks.
@@ -81,6 +84,8 @@ pub struct Capabilities {
     pub priority: bool,
     pub incremental_streaming: bool,
     pub max_top_logprobs: u32,
+    #[serde(skip)]
+    pub more_follow: bool,
 }
 
 /// What a replica runs on.

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     audit,
     error::{Error, Reason},
-    ids::{Incarnation, ReplicaId},
+    ids::{BootId, Incarnation, ReplicaId},
 };
 
 impl Fleet {
@@ -42,10 +42,14 @@ impl Fleet {
         facts: ReplicaFacts,
         principal: Option<Arc<str>>,
     ) -> Result<Registered, Error> {
+        let mut facts = facts;
         // Before the store keeps anything: a stranger must not fill it.
         {
             let state = self.lock();
             state.permits(&facts.id, principal.as_deref())?;
+            if let Some(boot) = state.name_of_start(&facts) {
+                facts.boot = boot;
+            }
             if state.whose_place(&facts.id, &self.config) == Place::None {
                 return Err(full(&self.config));
             }
@@ -199,6 +203,16 @@ impl State {
                  {principal}: wait until it is dead, or take another id"
             ),
         ))
+    }
+
+    /// The name under which the start that these facts are of is registered and
+    /// lives, where the engine's word shows that it is the same.
+    fn name_of_start(&self, facts: &ReplicaFacts) -> Option<BootId> {
+        let start = facts.engine_start.as_ref()?;
+        let known = self.replicas.get(&facts.id)?;
+        let same = known.lease.liveness() != Liveness::Dead
+            && known.facts().engine_start.as_ref() == Some(start);
+        same.then(|| known.facts().boot.clone())
     }
 
     /// Where a replica that registers is put. Of the dead, those go last whose next

@@ -40,7 +40,34 @@ fn facts(id: &str, boot: &str) -> ReplicaFacts {
         page_size: 1,
         logprob_mode: LogprobMode::Unknown,
         labels: BTreeMap::new(),
+        engine_start: None,
     }
+}
+
+/// As a sidecar says it that was started anew beside the same engine, or another.
+#[tokio::test(start_paused = true)]
+async fn the_same_start_keeps_its_incarnation_under_another_boot_id() {
+    let fleet = Fleet::new(FleetConfig::default(), Arc::new(MemoryStore::default()));
+    let of_start = |boot, start: Option<&str>| ReplicaFacts {
+        engine_start: start.map(str::to_owned),
+        ..facts("a", boot)
+    };
+    let register = async |boot, start| {
+        let registered = fleet.register(of_start(boot, start)).await;
+        registered.unwrap().incarnation.0
+    };
+    // Nothing was known of its start at first.
+    assert_eq!(register("u1", None).await, 1);
+    assert_eq!(register("u1", Some("s1")).await, 1);
+    assert_eq!(register("s1", Some("s1")).await, 1);
+    let boot = || fleet.get(&ReplicaId::new("a")).unwrap().facts.boot;
+    assert_eq!(boot(), BootId::new("u1"));
+    assert_eq!(register("s2", Some("s2")).await, 2);
+    // That start is dead: whoever comes now is another, whatever it calls itself.
+    fleet.deregister(&ReplicaId::new("a"), Incarnation(2));
+    assert_eq!(register("u3", Some("s2")).await, 3);
+    assert_eq!(register("u4", None).await, 4);
+    assert_eq!(register("u5", None).await, 5, "unknown is not the same");
 }
 
 fn beat(id: &str, incarnation: Incarnation, sequence: u64) -> Beat {

@@ -59,6 +59,8 @@ pub enum Lack {
     Adapter,
     /// It cannot do this.
     Capability(&'static str),
+    /// It has not told yet whether it can do this.
+    Untold(&'static str),
     /// It serves other weights.
     Weights {
         /// These.
@@ -72,6 +74,7 @@ impl fmt::Display for Lack {
             Self::Context { has } => write!(f, "its context is {has} tokens"),
             Self::Adapter => f.write_str("it does not serve the adapter"),
             Self::Capability(what) => write!(f, "it cannot do {what}"),
+            Self::Untold(what) => write!(f, "it has not told yet whether it can do {what}"),
             Self::Weights { serves } => write!(f, "it serves weights {serves:?}"),
         }
     }
@@ -157,7 +160,10 @@ impl Needs {
         ]
         .into_iter()
         .filter(|(needed, has, _)| *needed && !has)
-        .map(|(_, _, what)| Lack::Capability(what));
+        .map(|(_, _, what)| match has.more_follow {
+            true => Lack::Untold(what),
+            false => Lack::Capability(what),
+        });
         let adapter = adapter.map(|_| Lack::Adapter);
         context.into_iter().chain(adapter).chain(capabilities)
     }

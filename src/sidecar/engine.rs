@@ -123,11 +123,29 @@ impl Engine {
         }
     }
 
-    /// Its facts as they are now.
-    pub(super) async fn facts(&mut self) -> Result<Facts, EngineTrouble> {
+    /// Its facts as they are now. What may be pending is waited for only for so
+    /// long.
+    pub(super) async fn facts(&mut self, patience: Duration) -> Result<Facts, EngineTrouble> {
         match self {
             Self::Sglang(engine) => engine.facts().await,
-            Self::Vllm(engine) => engine.facts().await,
+            Self::Vllm(engine) => engine.facts(patience).await,
+        }
+    }
+
+    /// Waits until what was pending can be read by [`facts`](Self::facts); for ever
+    /// where nothing is.
+    pub(super) async fn told(&mut self) {
+        match self {
+            Self::Sglang(_) => std::future::pending().await,
+            Self::Vllm(engine) => engine.told().await,
+        }
+    }
+
+    /// Whether something was asked for and not read yet.
+    pub(super) fn awaits(&self) -> bool {
+        match self {
+            Self::Sglang(_) => false,
+            Self::Vllm(engine) => engine.awaits(),
         }
     }
 

@@ -74,6 +74,18 @@ impl Link {
         })
     }
 
+    /// The connection with all that is known of it; what stays has none.
+    pub fn take(&mut self) -> Self {
+        let fresh = Self {
+            host: self.host.clone(),
+            port: self.port,
+            authority: self.authority.clone(),
+            sender: None,
+            breaks: Breaks::default(),
+        };
+        std::mem::replace(self, fresh)
+    }
+
     /// All breaks so far.
     pub fn breaks(&self) -> Breaks {
         self.breaks

@@ -77,6 +77,9 @@ const KEEPALIVE: Duration = Duration::from_secs(4);
 /// Its own engine is asked at least so often whether it is there: whoever waits for
 /// it to come back should not wait for the sidecar as well.
 const ASK_ENGINE: Duration = Duration::from_secs(1);
+/// What an engine is slow to tell of a start that is registered for the first time
+/// is waited for so long; the rest follows.
+const FIRST_FACTS: Duration = Duration::from_millis(250);
 /// An engine that was told to end finishes what it is sent until it has nothing to
 /// do, and is gone then: trajectories move soon. Not at once, since what it says
 /// is taken for so long before it is asked again whether it ends or is only paused.
@@ -250,7 +253,7 @@ impl Sidecar {
 
     async fn first_facts(&mut self) -> Result<(), EngineTrouble> {
         self.engine.ready().await?;
-        let facts = self.engine.facts().await?;
+        let facts = self.engine.facts(FIRST_FACTS).await?;
         let vocab_size = engine::vocab_size(&facts, self.config.vocab_size).await;
         self.loads.see(&facts.adapters);
         self.known = Some(Known {
@@ -264,7 +267,18 @@ impl Sidecar {
 
     /// Reads the facts again and keeps them.
     async fn refresh(&mut self) -> Found {
-        let facts = match self.engine.facts().await {
+        let known = self.known.as_ref();
+        // Of a start that is known well, what is slow to be told tells it from
+        // another.
+        let patience = match known {
+            Some(known)
+                if !known.facts.pending && self.engine.breaks().refused == known.breaks.refused =>
+            {
+                self.config.timing.facts_timeout
+            }
+            Some(_) | None => FIRST_FACTS,
+        };
+        let facts = match self.engine.facts(patience).await {
             Ok(facts) => facts,
             Err(trouble) => return Found::Trouble(trouble),
         };
@@ -279,7 +293,9 @@ impl Sidecar {
             // Nobody listened in between: another process, whatever it says.
             || breaks.refused > known.breaks.refused
             // The loss is all there is to go by.
-            || (facts.start.is_none() && telling && breaks.lost > known.breaks.lost);
+            || ((facts.start.is_none() || known.facts.start.is_none())
+                && telling
+                && breaks.lost > known.breaks.lost);
         let changed = !known.facts.same_registration(&facts) || known.vocab_size != vocab_size;
         known.facts = facts;
         known.vocab_size = vocab_size;
@@ -373,7 +389,7 @@ impl Sidecar {
         let mut ticks = tokio::time::interval(grant.interval);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         loop {
-            tokio::select! {
+            let more = tokio::select! {
                 biased;
                 () = shutdown.cancelled() => return Event::Shutdown,
                 gpus = told(&mut self.asked) => {
@@ -383,7 +399,19 @@ impl Sidecar {
                     self.gpus = gpus;
                     return Event::FactsChanged;
                 }
-                _ = ticks.tick() => {}
+                () = self.engine.told() => true,
+                _ = ticks.tick() => false,
+            };
+            // What has come is read; what has failed is asked for again.
+            if more || (self.is_pending() && !self.engine.awaits()) {
+                match self.refresh().await {
+                    Found::Restarted => return Event::EngineRestarted,
+                    Found::Changed => return Event::FactsChanged,
+                    Found::Same | Found::Trouble(_) => {}
+                }
+            }
+            if more {
+                continue;
             }
             let state = match self.look().await {
                 Ok(state) => state,
@@ -421,6 +449,10 @@ impl Sidecar {
                 }
             }
         }
+    }
+
+    fn is_pending(&self) -> bool {
+        self.known.as_ref().is_some_and(|known| known.facts.pending)
     }
 
     /// An operator's drain is repeated in the beats and followed by nothing else:

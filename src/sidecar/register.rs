@@ -21,18 +21,21 @@ use crate::{
 /// not make the caches of a running engine look lost. `previous` is never
 /// returned: it was another start.
 pub(super) fn boot_id(replica_id: &str, facts: &Facts, previous: Option<&str>) -> String {
-    if let Some(start) = &facts.start {
-        let mut hasher = blake3::Hasher::new_derive_key("berth.dev 2026 boot id");
-        for part in [replica_id, start, &facts.version] {
-            hasher.update(&(part.len() as u64).to_le_bytes());
-            hasher.update(part.as_bytes());
-        }
-        let id = format!("s{}", &hasher.finalize().to_hex()[..32]);
-        if previous != Some(&*id) {
-            return id;
-        }
+    engine_start(replica_id, facts)
+        .filter(|id| previous != Some(id))
+        .unwrap_or_else(|| format!("u{}", uuid::Uuid::new_v4().simple()))
+}
+
+/// What every sidecar calls this start of the engine, where it says anything that
+/// tells its starts apart.
+fn engine_start(replica_id: &str, facts: &Facts) -> Option<String> {
+    let start = facts.start.as_ref()?;
+    let mut hasher = blake3::Hasher::new_derive_key("berth.dev 2026 boot id");
+    for part in [replica_id, start, &facts.version] {
+        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update(part.as_bytes());
     }
-    format!("u{}", uuid::Uuid::new_v4().simple())
+    Some(format!("s{}", &hasher.finalize().to_hex()[..32]))
 }
 
 /// The registration of this start.
@@ -69,6 +72,7 @@ pub(super) fn request(
             priority: facts.priority,
             incremental_streaming: facts.incremental_streaming,
             max_top_logprobs: facts.max_top_logprobs,
+            more_follow: facts.pending,
         }),
         accelerator: accelerator(&config.accelerator, facts, gpus),
         ranks: facts
@@ -91,6 +95,7 @@ pub(super) fn request(
         }
         .into(),
         labels: config.labels.clone().into_iter().collect(),
+        engine_start: engine_start(&config.replica_id, facts).unwrap_or_default(),
     }
 }
 

@@ -4,12 +4,16 @@
 //! paused, and which weights it serves. It answers them between two steps, and a
 //! step may take seconds (a long prompt, a kernel compiled at its first use): asked
 //! on a connection of their own, they hold nothing up, and until they are answered
-//! the last answers count.
+//! the last answers count. What the server tells of its arguments takes seconds when
+//! it is asked for the first time, since it looks through the machine for it: who
+//! cannot wait goes on without, and the rest follows.
 
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::StatusCode;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::{
     SidecarConfig,
@@ -45,15 +49,32 @@ struct Server {
     link: Link,
     /// For what the engine has to answer.
     aside: Link,
+    /// What it tells of its arguments.
+    info: Info,
     /// It answers the questions of development mode.
     tells: bool,
     /// What its engine said last.
-    told: Told,
+    told: Word,
 }
+
+/// What a server tells of its arguments, which comes when it comes.
+#[derive(Debug)]
+struct Info {
+    link: Link,
+    /// Gives the connection back.
+    asked: Option<AbortOnDropHandle<(Link, Told<Bytes>)>>,
+    /// Nobody has read it yet.
+    come: Option<Told<Bytes>>,
+    /// As they were when it was asked.
+    breaks: Breaks,
+}
+
+/// The answer to a question that not every server knows.
+type Told<T> = Result<Option<T>, EngineTrouble>;
 
 /// What only the engine knows.
 #[derive(Clone, Debug, Default)]
-struct Told {
+struct Word {
     paused: bool,
     weight_version: String,
 }
@@ -64,6 +85,8 @@ struct Answers {
     models: Bytes,
     metrics: Bytes,
     server_info: Option<Bytes>,
+    /// That one has not come yet.
+    pending: bool,
     weight_info: Option<Bytes>,
 }
 
@@ -80,8 +103,9 @@ impl Vllm {
                 endpoint,
                 link: Link::new(url)?,
                 aside: Link::new(url)?,
+                info: Info::new(Link::new(url)?),
                 tells: false,
-                told: Told::default(),
+                told: Word::default(),
             })
         };
         let mut servers = vec![server(&config.engine_url, None)?];
@@ -120,10 +144,17 @@ impl Vllm {
         Ok(())
     }
 
-    pub(super) async fn facts(&mut self) -> Result<Facts, EngineTrouble> {
+    /// Their facts; what they are slow to tell is waited for only for so long.
+    pub(super) async fn facts(&mut self, patience: Duration) -> Result<Facts, EngineTrouble> {
         let mut all = Vec::with_capacity(self.servers.len());
+        // Side by side, what takes long of them.
         for server in &mut self.servers {
-            all.push(server.answers(self.facts_timeout).await?);
+            let breaks = server.link.breaks();
+            server.info.ask(self.facts_timeout, breaks);
+        }
+        let until = Instant::now() + patience;
+        for server in &mut self.servers {
+            all.push(server.answers(self.facts_timeout, until).await?);
         }
         let bodies: Vec<Bodies<'_>> = self
             .servers
@@ -135,10 +166,28 @@ impl Vllm {
                 models: &answers.models,
                 metrics: &answers.metrics,
                 server_info: answers.server_info.as_deref(),
+                pending: answers.pending,
                 weight_info: answers.weight_info.as_deref(),
             })
             .collect();
         Ok(facts::facts(&bodies, self.logprob_mode)?)
+    }
+
+    /// Waits until all that was awaited has come. For ever where nothing is.
+    pub(super) async fn told(&mut self) {
+        let mut come = false;
+        for server in &mut self.servers {
+            server.info.settle().await;
+            come |= server.info.come.is_some();
+        }
+        if !come {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Whether an answer is awaited, or was not read yet.
+    pub(super) fn awaits(&self) -> bool {
+        self.servers.iter().any(|server| server.info.awaits())
     }
 
     pub(super) async fn look(&mut self, known: &Facts) -> Result<Sighting, EngineTrouble> {
@@ -214,6 +263,52 @@ fn dead(known: &Facts) -> Sighting {
     }
 }
 
+impl Info {
+    fn new(link: Link) -> Self {
+        Self {
+            link,
+            asked: None,
+            come: None,
+            breaks: Breaks::default(),
+        }
+    }
+
+    /// Asks, unless that was done since these breaks.
+    fn ask(&mut self, limit: Duration, breaks: Breaks) {
+        if self.breaks != breaks {
+            // Of another start, perhaps.
+            (self.asked, self.come) = (None, None);
+        }
+        if self.awaits() {
+            return;
+        }
+        let mut link = self.link.take();
+        self.breaks = breaks;
+        self.asked = Some(AbortOnDropHandle::new(tokio::spawn(async move {
+            let answer = optional(&mut link, SERVER_INFO, limit).await;
+            (link, answer)
+        })));
+    }
+
+    /// Waits for an answer that is awaited. Dropped, it changes nothing.
+    async fn settle(&mut self) {
+        let Some(asked) = &mut self.asked else {
+            return;
+        };
+        let answered = asked.await;
+        self.asked = None;
+        if let Ok((link, answer)) = answered {
+            self.link = link;
+            self.come = Some(answer);
+        }
+    }
+
+    /// It is awaited, or was not read yet.
+    fn awaits(&self) -> bool {
+        self.asked.is_some() || self.come.is_some()
+    }
+}
+
 impl Server {
     async fn health(&mut self, limit: Duration) -> Result<(), EngineTrouble> {
         let path = "/health";
@@ -224,7 +319,7 @@ impl Server {
         }
     }
 
-    async fn answers(&mut self, limit: Duration) -> Result<Answers, EngineTrouble> {
+    async fn answers(&mut self, limit: Duration, until: Instant) -> Result<Answers, EngineTrouble> {
         // The route takes no such question. That it says so shows that it is there:
         // it answers 403 or 404 where the server does not offer it.
         let (status, _) = self.link.get(GENERATE, limit).await?;
@@ -237,11 +332,17 @@ impl Server {
         let version = self.body("/version", limit).await?;
         let models = self.body(MODELS, limit).await?;
         let metrics = self.body(METRICS, limit).await?;
-        let server_info = optional(&mut self.link, SERVER_INFO, limit).await?;
         let weight_info = optional(&mut self.aside, WEIGHT_INFO, limit).await?;
+        // Again where the connection broke meanwhile.
+        self.info.ask(limit, self.link.breaks());
+        // Late is what it may be: it is read once it has come.
+        let _ = timeout_at(until, self.info.settle()).await;
+        let told = self.info.come.take().transpose()?;
+        let pending = told.is_none();
+        let server_info = told.flatten();
         self.tells = server_info.is_some() || weight_info.is_some();
         // Another start than the one that said it, perhaps.
-        self.told = Told {
+        self.told = Word {
             paused: false,
             weight_version: match &weight_info {
                 Some(body) => facts::weight_version(body)?,
@@ -253,6 +354,7 @@ impl Server {
             models,
             metrics,
             server_info,
+            pending,
             weight_info,
         })
     }
@@ -272,7 +374,7 @@ impl Server {
                 Some(body) => facts::weight_version(&body)?,
                 None => String::new(),
             };
-            Ok::<_, EngineTrouble>(Told {
+            Ok::<_, EngineTrouble>(Word {
                 paused,
                 weight_version,
             })
@@ -290,11 +392,7 @@ impl Server {
 }
 
 /// `None`: there is no such route.
-async fn optional(
-    link: &mut Link,
-    path: &'static str,
-    limit: Duration,
-) -> Result<Option<Bytes>, EngineTrouble> {
+async fn optional(link: &mut Link, path: &'static str, limit: Duration) -> Told<Bytes> {
     match body(link, path, limit).await {
         Ok(body) => Ok(Some(body)),
         Err(EngineTrouble::Status {

@@ -216,5 +216,6 @@ fn facts(shape: &Shape, number: usize, incarnation: u64, weights: &Arc<str>) -> 
         page_size: u32::try_from(shape.page).unwrap_or(u32::MAX),
         logprob_mode: LogprobMode::Raw,
         labels: std::collections::BTreeMap::new(),
+        engine_start: None,
     }
 }

@@ -301,6 +301,20 @@ fn capabilities(ranks: &[&RankView], needs: &Needs) -> Result<(), Error> {
     if ranks.iter().any(|r| needs.permanent_lack(r).is_none()) {
         return Ok(());
     }
+    let may_yet = |rank: &&RankView| {
+        let mut lacks = needs.permanent_lacks(rank);
+        lacks.all(|lack| matches!(lack, Lack::Untold(_)))
+    };
+    if let Some(rank) = ranks.iter().copied().find(may_yet) {
+        return Err(Error::new(
+            Reason::NoReplica,
+            format!(
+                "replica {} has just been registered, and its engine has not told yet all that \
+                 it can do: try again in a few seconds",
+                rank.replica.facts.id
+            ),
+        ));
+    }
     let mut lacks: Vec<Lack> = ranks.iter().flat_map(|r| needs.lacks(r)).collect();
     lacks.sort();
     lacks.dedup();

@@ -2,12 +2,12 @@
 
 use berth::proto::{
     DeregisterReplicaRequest, GetPinRequest, GetReplicaRequest, GetStatsRequest, HeartbeatRequest,
-    ListReplicasRequest, RegisterReplicaRequest, ReplicaHealth,
+    ListReplicasRequest, Logprobs, RegisterReplicaRequest, ReplicaHealth, SampleRequest,
     replica_service_client::ReplicaServiceClient,
 };
 use tonic::Code;
 
-use crate::cluster::{Cluster, eventually, ids, instant, keyed, reason, request};
+use crate::cluster::{Cluster, eventually, ids, instant, keyed, reason, refused, request};
 
 #[tokio::test]
 async fn an_operator_sees_what_a_replica_is() {
@@ -262,6 +262,70 @@ async fn health_is_told_by_the_standard_protocol() {
             .unwrap();
         assert_eq!(answer.into_inner().status(), ServingStatus::Serving);
     }
+    cluster.stop().await;
+}
+
+/// vLLM takes seconds over its first answer about itself. Until it comes, what needs
+/// no more is served; the rest is to be tried again, not given up. And a sidecar that
+/// is started anew, which hears everything at once, finds the start again.
+#[tokio::test]
+async fn an_engine_that_is_slow_to_tell_what_it_can_do_serves_what_it_surely_can() {
+    use berth::engine::sim::{Dialect, SimConfig, SimEngine};
+
+    let cluster = Cluster::start(0, instant()).await;
+    let engine = SimEngine::start(SimConfig {
+        dialect: Dialect::Vllm,
+        info_delay: std::time::Duration::from_secs(3),
+        ..instant()
+    })
+    .await
+    .unwrap();
+    let start = || {
+        let mut config =
+            berth::sidecar::SidecarConfig::new(cluster.playground.url(), engine.url(), "v");
+        config.engine = berth::fleet::facts::EngineKind::Vllm;
+        config.vocab_size = Some(crate::cluster::VOCAB);
+        config.accelerator.ask_driver = false;
+        let sidecar = berth::sidecar::Sidecar::new(config).unwrap();
+        let status = sidecar.status();
+        let stop = tokio_util::sync::CancellationToken::new();
+        (tokio::spawn(sidecar.run(stop)), status)
+    };
+    let fleet = &cluster.playground.server().parts().fleet;
+    let incarnation = || fleet.get(&"v".into_id()).map(|v| v.incarnation);
+    let with_logprobs = || SampleRequest {
+        logprobs: Some(Logprobs {
+            output: true,
+            ..Logprobs::default()
+        }),
+        ..request(&ids(1, 16), 2)
+    };
+    let (sidecar, _) = start();
+    eventually("it serves", async || {
+        cluster.sample(request(&ids(0, 16), 2)).await.is_ok()
+    })
+    .await;
+    let first = incarnation().unwrap();
+    let status = refused(
+        cluster.sample(with_logprobs()).await,
+        Code::Unavailable,
+        "NO_REPLICA",
+    );
+    assert!(status.message().contains("told yet"), "{status}");
+    eventually("it serves the rest", async || {
+        cluster.sample(with_logprobs()).await.is_ok()
+    })
+    .await;
+    assert_eq!(incarnation(), Some(first));
+    // Killed, and another beside the same engine.
+    sidecar.abort();
+    let _ = sidecar.await;
+    let (sidecar, mut status) = start();
+    let registered = status.wait_for(|status| status.incarnation.is_some());
+    assert_eq!(registered.await.unwrap().incarnation, Some(first.0));
+    assert_eq!(incarnation(), Some(first), "the same start");
+    sidecar.abort();
+    engine.stop().await;
     cluster.stop().await;
 }
 

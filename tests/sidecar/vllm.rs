@@ -189,6 +189,91 @@ async fn a_sidecar_that_is_restarted_does_not_make_a_running_engine_look_new() {
     engine.stop().await;
 }
 
+/// Its first answer about its arguments takes seconds.
+fn slow_to_tell(info_delay: std::time::Duration) -> SimConfig {
+    SimConfig {
+        info_delay,
+        ..engine(true)
+    }
+}
+
+const SECOND: std::time::Duration = std::time::Duration::from_secs(1);
+
+#[tokio::test]
+async fn what_an_engine_is_slow_to_tell_follows_the_registration() {
+    let control = FakeControl::start().await;
+    let engine = SimEngine::start(slow_to_tell(SECOND)).await.unwrap();
+    let running = Running::start(config(&control, &engine));
+    control
+        .hears("a second registration", |control| {
+            control.registrations().len() > 1
+        })
+        .await;
+    let [first, second]: [RegisterReplicaRequest; 2] =
+        control.registrations()[..2].to_vec().try_into().unwrap();
+    let can = first.capabilities.unwrap();
+    assert!(can.more_follow && can.seed && can.incremental_streaming);
+    assert!(!can.output_logprobs && !can.prompt_logprobs && can.max_top_logprobs == 0);
+    assert_eq!((first.ranks.len(), &*first.engine_start), (2, ""));
+    let can = second.capabilities.unwrap();
+    assert!(!can.more_follow && can.output_logprobs && can.max_top_logprobs == 19);
+    assert_eq!(second.boot_id, first.boot_id, "it is the same start");
+    assert!(!second.engine_start.is_empty());
+    assert!(second.ranks.iter().all(|r| r.max_running_requests == 64));
+    // A sidecar that comes later knows no other name of it.
+    running.stops().await;
+    control.clear();
+    let again = Running::start(config(&control, &engine));
+    control
+        .hears("the registration", |control| {
+            !control.registrations().is_empty()
+        })
+        .await;
+    let third = control.registrations().remove(0);
+    assert_eq!(third.engine_start, second.engine_start);
+    assert_ne!(third.boot_id, second.boot_id);
+    again.stops().await;
+    engine.stop().await;
+}
+
+/// What the one before said is not taken for the word of the one that runs.
+#[tokio::test]
+async fn an_engine_that_restarts_before_it_has_told_everything_is_another() {
+    let control = FakeControl::start().await;
+    let engine = SimEngine::start(slow_to_tell(SECOND)).await.unwrap();
+    let running = Running::start(config(&control, &engine));
+    control
+        .hears("a registration", |control| {
+            !control.registrations().is_empty()
+        })
+        .await;
+    let first = control.registrations().remove(0);
+    assert!(first.capabilities.unwrap().more_follow);
+    engine.kill().await;
+    control
+        .hears("that it is unwell", |control| {
+            control.beats().iter().any(is(ReplicaState::Unhealthy))
+        })
+        .await;
+    let engine = engine.restart().await.unwrap();
+    let full = |r: &RegisterReplicaRequest| !r.capabilities.unwrap().more_follow;
+    control
+        .hears("all of the new start", |control| {
+            control.registrations().iter().any(full)
+        })
+        .await;
+    let told = control.registrations();
+    let last = told.iter().find(|r| full(r)).unwrap();
+    assert_ne!(last.boot_id, first.boot_id);
+    let names = told.iter().filter(|r| r.boot_id != first.boot_id);
+    assert!(
+        names.clone().all(|r| r.boot_id == last.boot_id),
+        "one start, one name"
+    );
+    running.stops().await;
+    engine.stop().await;
+}
+
 #[tokio::test]
 async fn an_engine_that_died_behind_its_server_is_reported() {
     let (control, engine, running, _) = registered(true, |_| {}).await;

@@ -53,6 +53,7 @@ pub(super) fn replica(status: ReplicaStatus) -> proto::Replica {
             priority: has.priority,
             incremental_streaming: has.incremental_streaming,
             max_top_logprobs: has.max_top_logprobs,
+            more_follow: has.more_follow,
         }),
         ranks: status.ranks.into_iter().map(rank).collect(),
         registered_at: Some(status.registered_at.into()),

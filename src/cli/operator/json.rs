@@ -73,6 +73,7 @@ fn capabilities(c: &proto::Capabilities) -> Value {
         "priority": c.priority,
         "incremental_streaming": c.incremental_streaming,
         "max_top_logprobs": c.max_top_logprobs,
+        "more_follow": c.more_follow,
     })
 }
 

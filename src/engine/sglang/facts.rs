@@ -207,6 +207,7 @@ impl Bodies<'_> {
             },
             ranks,
             start: start(&server),
+            pending: false,
         })
     }
 }

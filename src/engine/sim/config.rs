@@ -40,6 +40,9 @@ pub struct SimConfig {
     pub dialect: Dialect,
     /// vLLM's routes of development mode: facts, pause, weights, aborts by id.
     pub dev_mode: bool,
+    /// vLLM's first `/server_info` takes so long: it looks through the machine
+    /// first. Later ones take no time.
+    pub info_delay: Duration,
     /// The model's name.
     pub model: String,
     /// Ids are below this; one that is not ends the engine.
@@ -119,6 +122,7 @@ impl Default for SimConfig {
             adapters: None,
             parse_delay: Duration::ZERO,
             linger: Duration::from_millis(200),
+            info_delay: Duration::ZERO,
             eos: Eos {
                 id: DEFAULT_EOS,
                 one_in: 2048,

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{Notify, OnceCell, mpsc, oneshot, watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use super::{
@@ -96,6 +96,8 @@ pub(super) struct Engine {
     pub(super) draining: AtomicBool,
     /// The engine behind a vLLM front has died: the front says so for a moment.
     pub(super) errored: watch::Sender<bool>,
+    /// What is slow to tell at first has been told.
+    pub(super) told: OnceCell<()>,
     pub(super) refuse: watch::Sender<bool>,
     pub(super) faults: Mutex<Faults>,
     pub(super) adapters: Mutex<Adapters>,
@@ -209,6 +211,7 @@ impl Engine {
             wedged: AtomicBool::new(false),
             draining: AtomicBool::new(false),
             errored,
+            told: OnceCell::new(),
             refuse: watch::Sender::new(false),
             faults: Mutex::new(Faults::default()),
             version: Mutex::new(version),

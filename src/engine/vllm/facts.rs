@@ -38,6 +38,8 @@ pub struct Bodies<'a> {
     pub metrics: &'a [u8],
     /// `/server_info?config_format=json`, in development mode.
     pub server_info: Option<&'a [u8]>,
+    /// That one is still awaited.
+    pub pending: bool,
     /// `/weight_info`, in development mode.
     pub weight_info: Option<&'a [u8]>,
 }
@@ -130,7 +132,8 @@ fn join(all: &mut Facts, more: Facts) -> Result<(), FactsError> {
         && all.model == more.model
         && all.context_length == more.context_length
         && all.page_size == more.page_size
-        && all.logprob_mode == more.logprob_mode;
+        // Where one has not told it yet, nothing is made of the other's.
+        && (all.pending || more.pending || all.logprob_mode == more.logprob_mode);
     if !same {
         return Err(wrong("/v1/models", "the servers of the ranks differ"));
     }
@@ -150,6 +153,8 @@ fn join(all: &mut Facts, more: Facts) -> Result<(), FactsError> {
     }
     all.adapters = common(std::mem::take(&mut all.adapters), &more.adapters);
     all.lora |= more.lora;
+    all.pending |= more.pending;
+    all.logprobs &= more.logprobs;
     all.routed_experts &= more.routed_experts;
     all.structured_output &= more.structured_output;
     all.priority &= more.priority;
@@ -215,13 +220,17 @@ fn one(bodies: &Bodies<'_>, logprob_mode: Option<LogprobMode>) -> Result<Facts, 
         // This route takes ids and gives ids, whatever the server has.
         tokenizer: false,
         // Logits are no log probabilities.
-        logprobs: !mode.is_some_and(|mode| mode.ends_with("_logits")),
+        logprobs: !bodies.pending && !mode.is_some_and(|mode| mode.ends_with("_logits")),
         logprob_mode: match mode {
             Some("raw_logprobs") => LogprobMode::Raw,
             Some("processed_logprobs") => LogprobMode::Processed,
             _ => logprob_mode.unwrap_or(LogprobMode::Unknown),
         },
-        max_top_logprobs: max_top_logprobs(model_config.and_then(|m| m.max_logprobs)),
+        max_top_logprobs: if bodies.pending {
+            0
+        } else {
+            max_top_logprobs(model_config.and_then(|m| m.max_logprobs))
+        },
         routed_experts: config.is_some_and(|c| {
             c.aux_output_config
                 .enable_return_routed_experts
@@ -247,6 +256,7 @@ fn one(bodies: &Bodies<'_>, logprob_mode: Option<LogprobMode>) -> Result<Facts, 
             shared: false,
         },
         start: start(&metrics, config),
+        pending: bodies.pending,
     })
 }
 
@@ -381,6 +391,7 @@ mod tests {
             models: recorded!("v1_models.response.json"),
             metrics,
             server_info,
+            pending: false,
             weight_info: server_info.map(|_| &recorded!("weight_info.response.json")[..]),
         }
     }

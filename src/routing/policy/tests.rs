@@ -151,6 +151,7 @@ fn replica_facts(id: &str, rank: RankFacts) -> ReplicaFacts {
         page_size: 1,
         logprob_mode: LogprobMode::Processed,
         labels: Default::default(),
+        engine_start: None,
     }
 }
 

@@ -39,6 +39,7 @@ fn facts(id: &str, model: &str) -> ReplicaFacts {
         page_size: 1,
         logprob_mode: LogprobMode::Processed,
         labels: BTreeMap::new(),
+        engine_start: None,
     }
 }
 

@@ -47,6 +47,7 @@ fn facts(id: &str) -> ReplicaFacts {
             .map(|(k, v)| (k.to_owned(), v.to_owned()))
             .into_iter()
             .collect::<BTreeMap<_, _>>(),
+        engine_start: None,
     }
 }
 

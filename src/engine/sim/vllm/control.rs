@@ -84,6 +84,8 @@ pub(super) async fn models(State(engine): Shared) -> Response {
 /// Of all that the real one tells, what a client may ask for.
 pub(super) async fn server_info(State(engine): Shared) -> Response {
     let config = &engine.config;
+    let first = || tokio::time::sleep(config.info_delay);
+    engine.told.get_or_init(first).await;
     let policy = if config.priority_scheduling {
         "priority"
     } else {
