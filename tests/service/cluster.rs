@@ -1,7 +1,5 @@
 //! A control plane with simulated engines, and a client.
 
-use std::time::Duration;
-
 use berth::{
     config::Config,
     engine::sim::{Dialect, SimConfig, SimHandle, tokens},
@@ -16,7 +14,10 @@ use berth::{
 use tonic::{Code, Status, transport::Channel};
 use tonic_types::StatusExt;
 
-pub use crate::engines::{instant, stepping};
+pub use crate::{
+    engines::{instant, stepping},
+    wait::eventually,
+};
 
 pub const VOCAB: u32 = 151_936;
 
@@ -140,17 +141,6 @@ impl Cluster {
     pub async fn stop(self) {
         self.playground.stop().await.unwrap();
     }
-}
-
-/// Waits until `condition` holds.
-pub async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
-    for _ in 0..1000 {
-        if condition().await {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    panic!("never: {what}");
 }
 
 pub fn ids(seed: u32, len: u32) -> Vec<u32> {

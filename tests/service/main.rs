@@ -28,3 +28,5 @@ mod weights;
 
 #[path = "../support/engines.rs"]
 mod engines;
+#[path = "../support/wait.rs"]
+mod wait;
