@@ -133,10 +133,18 @@ impl Config {
                 .is_none_or(|moves| moves.per_minute <= 100_000),
             "moves-per-minute: must be from 0 to 100000".to_owned(),
         );
-        check(
-            (1..=65_536).contains(&self.fleet.max_replicas),
-            "max-replicas: must be from 1 to 65536".to_owned(),
-        );
+        for (option, value) in [
+            ("max-replicas", self.fleet.max_replicas),
+            (
+                "max-replicas-per-principal",
+                self.fleet.max_replicas_per_principal,
+            ),
+        ] {
+            check(
+                (1..=65_536).contains(&value),
+                format!("{option}: must be from 1 to 65536"),
+            );
+        }
         let health = &self.fleet.health;
         for (option, value) in [
             ("slowest-prefill", health.slowest_prefill),

@@ -173,6 +173,9 @@ impl Config {
                     ..default.fleet.health
                 },
                 max_replicas: options.max_replicas.unwrap_or(default.fleet.max_replicas),
+                max_replicas_per_principal: options
+                    .max_replicas_per_principal
+                    .unwrap_or(default.fleet.max_replicas_per_principal),
                 drain_grace: options.drain_grace.unwrap_or(default.fleet.drain_grace),
                 ..default.fleet
             },

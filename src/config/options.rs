@@ -106,6 +106,12 @@ pub struct Options {
     #[arg(long, env = "BERTH_MAX_REPLICAS", value_name = "N")]
     pub max_replicas: Option<usize>,
 
+    /// Of those, the ones that one principal registered; its newcomers beyond take the places
+    /// of its own dead, or are refused. Without credentials all callers are one principal.
+    /// [default: 1024]
+    #[arg(long, env = "BERTH_MAX_REPLICAS_PER_PRINCIPAL", value_name = "N")]
+    pub max_replicas_per_principal: Option<usize>,
+
     /// Trajectories may take turns at a replica that drains for so long, where neither the
     /// operator nor the sidecar says it; then they move at their next turn. [default: 30s]
     #[arg(long, env = "BERTH_DRAIN_GRACE", value_name = "TIME", value_parser = time)]
@@ -380,6 +386,9 @@ impl Options {
             engine_networks: self.engine_networks.or(other.engine_networks),
             engine_ports: self.engine_ports.or(other.engine_ports),
             max_replicas: self.max_replicas.or(other.max_replicas),
+            max_replicas_per_principal: self
+                .max_replicas_per_principal
+                .or(other.max_replicas_per_principal),
             drain_grace: self.drain_grace.or(other.drain_grace),
             load_factor: self.load_factor.or(other.load_factor),
             pin_ttl: self.pin_ttl.or(other.pin_ttl),

@@ -178,7 +178,7 @@ impl Entry {
         now: (Instant, SystemTime),
     ) -> Self {
         let mut entry = Self::new(note.facts, note.incarnation, slots, now.0);
-        entry.lease = Lease::unverified(now.0);
+        entry.lease = Lease::unverified(now.0, true);
         if let Some(drain) = note.drain {
             entry.drains.restore(&drain, now);
         }

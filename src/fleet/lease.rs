@@ -8,7 +8,8 @@
 //! | Suspect              | Alive   | two good beats                                  |
 //! | any but Dead         | Dead    | six beats are missing, and the data path got no |
 //! |                      |         | answer for as long                              |
-//! | any but Dead         | Held    | the same, while too many are silent at once     |
+//! | any but Dead         | Held    | the same, while too many are silent at once,    |
+//! |                      |         | and it has beaten before                        |
 //! | Held                 | Suspect | a good beat, or an answer on the data path      |
 //! | any                  | Dead    | its port refuses connections, it left, or a     |
 //! |                      |         | newer start took its place: at once             |
@@ -17,6 +18,10 @@
 //! knew: nobody has heard of it since. Held is self-preservation: when a good part
 //! of a fleet falls silent at once, the fault is more likely here than there. Dead
 //! is final: a replica that comes back is a new incarnation.
+//!
+//! Only a beat shows that there is a sidecar which could fall silent. Who registered
+//! and never beat is nobody's evidence of a fault here, and is not spared either. A
+//! restart remembers who had beaten; registering again is no beat.
 //!
 //! Suspect and Held take work where nobody else does, so that engines whose sidecars
 //! all fell silent serve on, and prove by it that they live.
@@ -83,13 +88,17 @@ pub struct Lease {
     last_beat: Instant,
     /// The last answer on the data path.
     last_success: Option<Instant>,
+    /// It has beaten since it was registered.
+    has_beaten: bool,
 }
 
 impl Lease {
-    /// Of a replica that was known before a restart of the control plane.
-    pub fn unverified(now: Instant) -> Self {
+    /// Of a replica that was known before a restart of the control plane, and
+    /// whether it had beaten then.
+    pub fn unverified(now: Instant, has_beaten: bool) -> Self {
         Self {
             liveness: Liveness::Unverified,
+            has_beaten,
             ..Self::new(now)
         }
     }
@@ -112,7 +121,13 @@ impl Lease {
             liveness: Liveness::Alive,
             last_beat: now,
             last_success: None,
+            has_beaten: false,
         }
+    }
+
+    /// Whether it has beaten since it was registered: its silence says something.
+    pub fn has_beaten(&self) -> bool {
+        self.has_beaten
     }
 
     /// What it says now.
@@ -127,6 +142,13 @@ impl Lease {
 
     /// A heartbeat arrived. Returns whether the liveness changed.
     pub fn beat(&mut self, now: Instant, config: &LeaseConfig) -> bool {
+        self.has_beaten = true;
+        self.heard(now, config)
+    }
+
+    /// It spoke, by a beat or by registering again: its time begins anew. Returns
+    /// whether the liveness changed.
+    pub fn heard(&mut self, now: Instant, config: &LeaseConfig) -> bool {
         let before = self.liveness;
         match self.liveness {
             Liveness::Alive => self.last_beat = now,
@@ -168,15 +190,15 @@ impl Lease {
                 >= config.interval * config.suspect_after
     }
 
-    /// Time has passed. `spare`: nobody is called dead for missing beats now.
-    /// Returns whether the liveness changed.
+    /// Time has passed. `spare`: nobody who has beaten is called dead for missing
+    /// beats now. Returns whether the liveness changed.
     pub fn tick(&mut self, now: Instant, config: &LeaseConfig, spare: bool) -> bool {
         let before = self.liveness;
         let silent = now.saturating_duration_since(self.last_beat);
         match self.liveness {
             Liveness::Dead => {}
             _ if silent >= config.ttl() && !self.answers(now, config) => {
-                self.liveness = if spare {
+                self.liveness = if spare && self.has_beaten {
                     Liveness::Held
                 } else {
                     Liveness::Dead
@@ -288,7 +310,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn of_an_unverified_one_a_beat_or_an_answer_is_enough_and_silence_is_its_end() {
         let t = Instant::now();
-        let mut heard = Lease::unverified(t);
+        let mut heard = Lease::unverified(t, true);
         assert!(
             !heard.tick(t + secs(11.0), &C, false),
             "no suspicion on top"
@@ -297,25 +319,43 @@ mod tests {
         assert!(heard.beat(t + secs(11.0), &C));
         assert_eq!(heard.liveness(), Liveness::Alive);
 
-        let mut asked = Lease::unverified(t);
+        let mut asked = Lease::unverified(t, true);
         assert!(asked.verified(t, C.ttl()));
         assert!(!asked.verified(t, C.ttl()), "told once");
         assert!(!asked.tick(t + secs(17.9), &C, false));
         assert!(asked.tick(t + secs(18.0), &C, false));
         assert_eq!(asked.liveness(), Liveness::Suspect { good_beats: 0 });
 
-        let mut silent = Lease::unverified(t);
+        let mut silent = Lease::unverified(t, true);
         assert!(silent.tick(t + secs(12.0), &C, false));
         assert_eq!(silent.liveness(), Liveness::Dead);
-        let mut spared = Lease::unverified(t);
+        let mut spared = Lease::unverified(t, true);
         assert!(spared.tick(t + secs(12.0), &C, true));
         assert_eq!(spared.liveness(), Liveness::Held);
+        let mut never_beat = Lease::unverified(t, false);
+        assert!(never_beat.tick(t + secs(12.0), &C, true));
+        assert_eq!(never_beat.liveness(), Liveness::Dead);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_that_never_beat_is_not_spared_however_often_it_registers() {
+        let t = Instant::now();
+        let mut lease = Lease::new(t);
+        for s in [5.0, 10.0] {
+            assert!(!lease.heard(t + secs(s), &C));
+        }
+        assert!(!lease.has_beaten());
+        assert!(lease.tick(t + secs(16.0), &C, true));
+        assert_eq!(lease.liveness(), Liveness::Suspect { good_beats: 0 });
+        assert!(lease.tick(t + secs(22.0), &C, true));
+        assert_eq!(lease.liveness(), Liveness::Dead);
     }
 
     #[tokio::test(start_paused = true)]
     async fn one_who_is_spared_is_held_and_comes_back_by_two_good_beats() {
         let t = Instant::now();
         let mut lease = Lease::new(t);
+        lease.beat(t, &C);
         lease.tick(t + secs(6.0), &C, true);
         assert!(lease.tick(t + secs(12.0), &C, true));
         assert_eq!(lease.liveness(), Liveness::Held);
@@ -330,7 +370,9 @@ mod tests {
     async fn one_who_is_not_spared_any_more_is_dead() {
         let t = Instant::now();
         let mut lease = Lease::new(t);
-        lease.tick(t + secs(12.0), &C, true);
+        lease.beat(t, &C);
+        assert!(lease.tick(t + secs(12.0), &C, true));
+        assert_eq!(lease.liveness(), Liveness::Held);
         assert!(lease.tick(t + secs(12.5), &C, false));
         assert_eq!(lease.liveness(), Liveness::Dead);
     }

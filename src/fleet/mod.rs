@@ -66,6 +66,9 @@ pub struct FleetConfig {
     /// Replicas known at once, dead ones included. A newcomer beyond takes the place
     /// of the one that has been dead for longest; where all live it is refused.
     pub max_replicas: usize,
+    /// Of those, the ones that one principal registered, dead ones included: its
+    /// newcomers beyond take the place of its own dead.
+    pub max_replicas_per_principal: usize,
     /// So long pinned keys may stay at a replica that drains, where neither the
     /// operator nor the sidecar says it. At most [`drain::MAX_GRACE`].
     pub drain_grace: Duration,
@@ -78,6 +81,8 @@ impl Default for FleetConfig {
             health: HealthConfig::default(),
             forget_after: Duration::from_secs(600),
             max_replicas: 4096,
+            // One principal's mistake or malice leaves room for the others.
+            max_replicas_per_principal: 1024,
             drain_grace: Duration::from_secs(30),
         }
     }
@@ -166,7 +171,7 @@ struct State {
     /// Starts that were dead when they were forgotten, oldest first: death is
     /// final. As many as replicas may be known.
     buried: VecDeque<(ReplicaId, Incarnation)>,
-    /// So many fell silent at once that none of them is called dead.
+    /// So many fell silent at once that some are not called dead.
     sparing: bool,
 }
 

@@ -27,7 +27,7 @@ impl Fleet {
     /// # Errors
     /// INCARNATION_DEAD when this very start was declared dead,
     /// STALE_INCARNATION when a newer one is known, FLEET_FULL when as many replicas
-    /// live as are allowed, and what the store says.
+    /// live as are allowed, in all or of one principal, and what the store says.
     pub async fn register(&self, facts: ReplicaFacts) -> Result<Registered, Error> {
         self.register_by(facts, None).await
     }
@@ -50,9 +50,7 @@ impl Fleet {
             if let Some(boot) = state.name_of_start(&facts) {
                 facts.boot = boot;
             }
-            if state.whose_place(&facts.id, &self.config) == Place::None {
-                return Err(full(&self.config));
-            }
+            state.whose_place(&facts.id, principal.as_deref(), &self.config)?;
         }
         let grant = self
             .store
@@ -75,7 +73,7 @@ impl Fleet {
                 if known.lease.liveness() == Liveness::Dead {
                     return Err(dead(&facts.id, grant.incarnation));
                 }
-                known.lease.beat(now, &self.config.lease);
+                known.lease.heard(now, &self.config.lease);
                 known.owner = principal.or(known.owner.take());
                 if known.facts() != &facts {
                     let slots = known.slots_for(&facts.ranks);
@@ -92,10 +90,8 @@ impl Fleet {
             return Err(dead(&facts.id, grant.incarnation));
         }
         // Again: others may have come meanwhile.
-        match state.whose_place(&facts.id, &self.config) {
-            Place::Free => {}
-            Place::Of(gone) => state.bury(&gone, &self.config),
-            Place::None => return Err(full(&self.config)),
+        if let Place::Of(gone) = state.whose_place(&facts.id, principal.as_deref(), &self.config)? {
+            state.bury(&gone, &self.config);
         }
         info!(
             replica = %facts.id,
@@ -215,18 +211,45 @@ impl State {
         same.then(|| known.facts().boot.clone())
     }
 
-    /// Where a replica that registers is put. Of the dead, those go last whose next
-    /// start an operator has drained beforehand.
-    pub(super) fn whose_place(&self, replica: &ReplicaId, config: &FleetConfig) -> Place {
-        if self.replicas.contains_key(replica) || self.replicas.len() < config.max_replicas {
-            return Place::Free;
+    /// Where a replica that registers is put. A principal beyond its own bound takes
+    /// the place of one of its own.
+    ///
+    /// # Errors
+    /// FLEET_FULL.
+    fn whose_place(
+        &self,
+        replica: &ReplicaId,
+        principal: Option<&str>,
+        config: &FleetConfig,
+    ) -> Result<Place, Error> {
+        let known = self.replicas.get(replica);
+        if let Some(principal) = principal {
+            // What was nobody's is not new: an upgrade and a restart refuse nobody.
+            let new = known
+                .is_none_or(|entry| entry.owner.as_deref().is_some_and(|own| own != principal));
+            let of_principal = |entry: &Entry| entry.owner.as_deref() == Some(principal);
+            let most = config.max_replicas_per_principal;
+            if new && self.replicas.values().filter(|e| of_principal(e)).count() >= most {
+                let dead = self.longest_dead(of_principal);
+                return dead
+                    .map(Place::Of)
+                    .ok_or_else(|| full_of_principal(principal, most));
+            }
         }
+        if known.is_some() || self.replicas.len() < config.max_replicas {
+            return Ok(Place::Free);
+        }
+        let dead = self.longest_dead(|_| true);
+        dead.map(Place::Of).ok_or_else(|| full(config))
+    }
+
+    /// Of the dead, those go last whose next start an operator has drained beforehand.
+    fn longest_dead(&self, of: impl Fn(&Entry) -> bool) -> Option<ReplicaId> {
         let dead = self.replicas.iter().filter_map(|(replica, entry)| {
-            let died_at = entry.died_at?;
+            let died_at = entry.died_at.filter(|_| of(entry))?;
             Some((entry.drains.holds(), died_at, replica))
         });
-        dead.min()
-            .map_or(Place::None, |(_, _, replica)| Place::Of(replica.clone()))
+        dead.min().map(|(_, _, replica)| replica.clone())
     }
 
     pub(super) fn is_buried(&self, replica: &ReplicaId, incarnation: Incarnation) -> bool {
@@ -238,16 +261,14 @@ impl State {
 
 /// Where a replica is put.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Place {
+enum Place {
     /// It has one, or there is one.
     Free,
     /// That of this one, which has been dead for longest.
     Of(ReplicaId),
-    /// Nowhere: all live.
-    None,
 }
 
-pub(super) fn full(config: &FleetConfig) -> Error {
+fn full(config: &FleetConfig) -> Error {
     Error::new(
         Reason::FleetFull,
         format!(
@@ -255,6 +276,18 @@ pub(super) fn full(config: &FleetConfig) -> Error {
              plane with a higher max-replicas, or end replicas that are not wanted; this one \
              may register as soon as one has left or is dead",
             config.max_replicas
+        ),
+    )
+}
+
+fn full_of_principal(principal: &str, most: usize) -> Error {
+    Error::new(
+        Reason::FleetFull,
+        format!(
+            "{most} replicas that {principal} registered live, as many as one principal may \
+             have: start the control plane with a higher max-replicas-per-principal, give \
+             other sidecars credentials of another principal, or end replicas that are not \
+             wanted; this one may register as soon as one of them has left or is dead"
         ),
     )
 }

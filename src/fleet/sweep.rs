@@ -1,7 +1,15 @@
 //! What time does: leases run out, ranks that hang are ejected, terms end, the dead
 //! are forgotten.
+//!
+//! Self-preservation spares who falls silent with too many others. Nobody can have it
+//! spare the replicas of others: of one principal's replicas, or of all without those
+//! of any single principal, too many must be silent. And only who has beaten counts.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -61,8 +69,9 @@ impl Fleet {
                 );
             }
         }
-        let spare = state.spare(now, lease);
+        let spared = state.spare(now, lease);
         for (replica, entry) in &mut state.replicas {
+            let spare = spared.contains(&entry.owner);
             if entry.lease.tick(now, lease, spare) {
                 changed = true;
                 let incarnation = entry.incarnation;
@@ -167,30 +176,66 @@ impl State {
         self.buried.drain(..more);
     }
 
-    /// Whether nobody is to be called dead for missing beats: a good part of the
-    /// fleet is silent at once, so that the fault is more likely here.
-    pub(super) fn spare(&mut self, now: Instant, lease: &LeaseConfig) -> bool {
-        let living = |e: &&Entry| e.lease.liveness() != Liveness::Dead;
-        let fleet = self.replicas.values().filter(living).count();
-        let silent = self
-            .replicas
-            .values()
-            .filter(|e| e.lease.is_silent(now, lease))
-            .count();
-        let spare = fleet >= SPARE_IN && silent >= SPARE_FROM && silent * 100 > fleet * SPARE_ABOVE;
-        if spare != self.sparing {
-            self.sparing = spare;
-            if spare {
+    /// The principals of whose replicas none is to be called dead for missing beats: a
+    /// good part is silent at once, so that the fault is more likely here.
+    fn spare(&mut self, now: Instant, lease: &LeaseConfig) -> BTreeSet<Owner> {
+        let mut all = Part::default();
+        let mut parts: BTreeMap<&Owner, Part> = BTreeMap::new();
+        for entry in self.replicas.values() {
+            if entry.lease.liveness() == Liveness::Dead || !entry.lease.has_beaten() {
+                continue;
+            }
+            let silent = usize::from(entry.lease.is_silent(now, lease));
+            for part in [&mut all, parts.entry(&entry.owner).or_default()] {
+                part.fleet += 1;
+                part.silent += silent;
+            }
+        }
+        // Whoever is left out, those of the others say so too.
+        let everywhere =
+            all.fleet >= SPARE_IN && parts.values().all(|one| all.less(*one).is_too_silent());
+        let spared: BTreeSet<Owner> = parts
+            .iter()
+            .filter(|(_, own)| everywhere || (own.fleet >= SPARE_IN && own.is_too_silent()))
+            .map(|(owner, _)| (*owner).clone())
+            .collect();
+        let Part { silent, fleet } = all;
+        if spared.is_empty() == self.sparing {
+            self.sparing = !spared.is_empty();
+            if self.sparing {
                 warn!(
                     silent,
                     fleet,
-                    "too many replicas fell silent at once: none is called dead for it while \
-                     this lasts"
+                    "too many replicas fell silent at once: none of those is called dead for it \
+                     while this lasts"
                 );
             } else {
                 info!(silent, fleet, "silent replicas are called dead again");
             }
         }
-        spare
+        spared
+    }
+}
+
+/// Who registered a replica.
+type Owner = Option<Arc<str>>;
+
+/// A part of the fleet: of who has beaten and is not dead.
+#[derive(Clone, Copy, Debug, Default)]
+struct Part {
+    fleet: usize,
+    silent: usize,
+}
+
+impl Part {
+    fn less(self, part: Self) -> Self {
+        Self {
+            fleet: self.fleet - part.fleet,
+            silent: self.silent - part.silent,
+        }
+    }
+
+    fn is_too_silent(self) -> bool {
+        self.silent >= SPARE_FROM && self.silent * 100 > self.fleet * SPARE_ABOVE
     }
 }

@@ -298,13 +298,14 @@ async fn a_port_that_refuses_is_dead_at_once() {
     assert_eq!(fleet.list()[0].reason, "its port refuses connections");
 }
 
-/// Five replicas of two ranks; the fleet's own clock is the test's to move.
+/// Five replicas of two ranks, which have beaten; the fleet's own clock is the test's to move.
 async fn five() -> (Arc<Fleet>, Vec<Incarnation>) {
     let fleet = fleet();
     let mut incarnations = Vec::new();
     for id in ["a", "b", "c", "d", "e"] {
-        let registered = fleet.register(facts(id, "boot")).await.unwrap();
-        incarnations.push(registered.incarnation);
+        let me = fleet.register(facts(id, "boot")).await.unwrap().incarnation;
+        fleet.beat(beat(id, me, 1)).unwrap();
+        incarnations.push(me);
     }
     (fleet, incarnations)
 }
@@ -387,7 +388,8 @@ async fn a_refused_port_overrides_self_preservation() {
         for rank in &mut facts.ranks {
             rank.url = Arc::clone(&url);
         }
-        fleet.register(facts).await.unwrap();
+        let me = fleet.register(facts).await.unwrap().incarnation;
+        fleet.beat(beat(id, me, 1)).unwrap();
     }
     let silent = fleet.tick(Instant::now() + Duration::from_secs(13), Duration::ZERO);
     assert_eq!(silent.len(), 5);
@@ -832,6 +834,7 @@ async fn a_replica_is_its_principals_until_it_is_dead() {
 }
 
 mod drain;
+mod ghosts;
 mod last_resort;
 mod probing;
 mod restart;
