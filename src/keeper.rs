@@ -269,7 +269,11 @@ fn same(old: &ReplicaNote, new: &ReplicaNote) -> bool {
         }
         _ => false,
     };
-    drains && old.incarnation == new.incarnation && old.facts == new.facts
+    drains
+        && old.incarnation == new.incarnation
+        && old.owner == new.owner
+        && old.has_beaten == new.has_beaten
+        && old.facts == new.facts
 }
 
 /// Asks every address of a replica whether it serves.

@@ -635,6 +635,8 @@ mod suite {
             facts,
             incarnation: Incarnation(4),
             drain: None,
+            owner: (ranks > 1).then(|| "sidecars".into()),
+            has_beaten: ranks > 2,
         }
     }
 

@@ -48,8 +48,9 @@ impl Replicas {
     ) -> Result<Registered, Error> {
         let facts = register::facts(message, peer, &self.rules)?;
         register::reachable(&facts, &self.egress).await?;
-        let principal = Arc::clone(&caller.principal);
-        self.fleet.register_by(facts, Some(principal)).await
+        self.disown(caller, &facts.id);
+        let principal = caller.known_as().cloned();
+        self.fleet.register_by(facts, principal).await
     }
 
     /// A replica is its principal's; an operator speaks for every one.
@@ -57,7 +58,19 @@ impl Replicas {
         if caller.roles.has(Role::Admin) {
             return Ok(());
         }
+        self.disown(caller, replica);
         self.fleet.permits(replica, &caller.principal)
+    }
+
+    /// A principal that has no credentials any more owns nothing: nobody could speak
+    /// for what is its own.
+    fn disown(&self, caller: &Caller, replica: &ReplicaId) {
+        if let (Some(principal), Some(owner)) = (caller.known_as(), self.fleet.owner(replica))
+            && owner != *principal
+            && !caller.knows(&owner)
+        {
+            self.fleet.disown(replica, &owner);
+        }
     }
 }
 
@@ -99,13 +112,16 @@ impl ReplicaService for Replicas {
             adapters: message.adapters.map(register::adapters).transpose()?,
         };
         let heard = self.fleet.beat(beat)?;
-        self.fleet.spoken_for(&replica, &caller.principal);
+        if let Some(principal) = caller.known_as() {
+            self.fleet.spoken_for(&replica, principal);
+        }
         if let Some(rank) = heard.unwell {
             self.fleet.unreachable(&Target {
                 replica,
                 incarnation: Incarnation(message.incarnation),
                 rank,
             });
+        }
         }
         let directive = if heard.drain {
             proto::Directive::Drain

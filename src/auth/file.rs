@@ -14,7 +14,11 @@
 //! All lines of one principal give the same roles and tenant. A file with any
 //! fault is refused as a whole, and no fault repeats what the line holds.
 
-use std::{collections::HashMap, sync::Arc, time::SystemTime};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::SystemTime,
+};
 
 use super::{Role, Roles, token::TokenHash};
 use crate::ids::Tenant;
@@ -53,6 +57,7 @@ pub struct Credential {
 pub struct Directory {
     tokens: HashMap<TokenHash, Credential>,
     uris: HashMap<Box<str>, Credential>,
+    principals: HashSet<Arc<str>>,
 }
 
 impl Directory {
@@ -124,6 +129,7 @@ impl Directory {
         if twice {
             return Err("this sha256 or uri stands in an earlier line too".to_owned());
         }
+        self.principals.insert(Arc::clone(&principal.name));
         Ok(())
     }
 
@@ -135,6 +141,11 @@ impl Directory {
     /// Whose certificates have this name.
     pub fn by_uri(&self, uri: &str) -> Option<&Credential> {
         self.uris.get(uri)
+    }
+
+    /// Whether any of them is this principal's.
+    pub fn has(&self, principal: &str) -> bool {
+        self.principals.contains(principal)
     }
 
     /// Credentials in it.

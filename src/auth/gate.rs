@@ -74,6 +74,11 @@ impl Known {
         }
         Ok(credential.clone())
     }
+
+    /// Whether any credentials are this principal's.
+    pub(super) fn has(&self, principal: &str) -> bool {
+        self.directory.load().has(principal)
+    }
 }
 
 fn refused(why: &str) -> Error {

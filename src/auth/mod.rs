@@ -181,6 +181,18 @@ impl Caller {
         })
     }
 
+    /// Its principal, where callers are known: without a file of credentials nothing
+    /// is anybody's.
+    pub fn known_as(&self) -> Option<&Arc<str>> {
+        self.standing.as_ref().map(|_| &self.principal)
+    }
+
+    /// Whether there are credentials of this principal, too.
+    pub fn knows(&self, principal: &str) -> bool {
+        let standing = self.standing.as_ref();
+        standing.is_some_and(|(known, _)| known.has(principal))
+    }
+
     /// Refuses what only this role may ask for.
     ///
     /// # Errors

@@ -107,8 +107,7 @@ pub struct Options {
     pub max_replicas: Option<usize>,
 
     /// Of those, the ones that one principal registered; its newcomers beyond take the places
-    /// of its own dead, or are refused. Without credentials all callers are one principal.
-    /// [default: 1024]
+    /// of its own dead, or are refused. Without credentials it bounds nobody. [default: 1024]
     #[arg(long, env = "BERTH_MAX_REPLICAS_PER_PRINCIPAL", value_name = "N")]
     pub max_replicas_per_principal: Option<usize>,
 

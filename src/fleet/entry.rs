@@ -48,7 +48,7 @@ pub(super) struct Entry {
     departed: Vec<RankSlot>,
     /// Its port is being asked.
     pub(super) probing: bool,
-    /// The principal that registered it; `None` after a restart, until its next word.
+    /// The principal that registered it; `None`: nobody's, until its next word.
     pub(super) owner: Option<Arc<str>>,
 }
 
@@ -178,7 +178,8 @@ impl Entry {
         now: (Instant, SystemTime),
     ) -> Self {
         let mut entry = Self::new(note.facts, note.incarnation, slots, now.0);
-        entry.lease = Lease::unverified(now.0, true);
+        entry.lease = Lease::unverified(now.0, note.has_beaten);
+        entry.owner = note.owner;
         if let Some(drain) = note.drain {
             entry.drains.restore(&drain, now);
         }
@@ -198,6 +199,8 @@ impl Entry {
             facts,
             incarnation: self.incarnation,
             drain: self.drains.note(now),
+            owner: self.owner.clone(),
+            has_beaten: self.lease.has_beaten(),
         }
     }
 

@@ -132,8 +132,23 @@ impl Fleet {
         self.lock().permits(replica, Some(principal))
     }
 
-    /// This principal has spoken for a replica that is known from before a restart:
-    /// it is that one's from now on.
+    /// The principal whose it is, if it lives and is anybody's.
+    pub fn owner(&self, replica: &ReplicaId) -> Option<Arc<str>> {
+        let state = self.lock();
+        let entry = state.replicas.get(replica);
+        let living = entry.filter(|entry| entry.lease.liveness() != Liveness::Dead);
+        living.and_then(|entry| entry.owner.clone())
+    }
+
+    /// This principal is gone: if the replica is its own, it is nobody's from now on.
+    pub fn disown(&self, replica: &ReplicaId, gone: &str) {
+        if let Some(entry) = self.lock().replicas.get_mut(replica) {
+            entry.owner.take_if(|owner| **owner == *gone);
+        }
+    }
+
+    /// This principal has spoken for a replica: if it was nobody's, it is that one's
+    /// from now on.
     pub fn spoken_for(&self, replica: &ReplicaId, principal: &Arc<str>) {
         if let Some(entry) = self.lock().replicas.get_mut(replica) {
             entry.owner.get_or_insert_with(|| Arc::clone(principal));

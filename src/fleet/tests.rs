@@ -794,6 +794,7 @@ async fn incarnations_do_not_run_backwards_over_a_restart() {
 #[tokio::test(start_paused = true)]
 async fn a_replica_is_its_principals_until_it_is_dead() {
     use super::restart::Found;
+    use crate::store::notes::ReplicaNote;
 
     let before = fleet();
     let stop = CancellationToken::new();
@@ -822,15 +823,47 @@ async fn a_replica_is_its_principals_until_it_is_dead() {
     assert_eq!(reason(before.permits(&id, &mine)), Reason::ReplicaTaken);
     stop.cancel();
 
-    // A note does not say whose it is: the first who speaks for it does.
+    // It is so after a restart too, until it is dead.
     let after = fleet();
-    after.restore(noted, |_| async { Found::Answers }).await;
-    after.permits(&id, &other).unwrap();
-    after.beat(beat("a", first.incarnation, 1)).unwrap();
-    after.spoken_for(&id, &mine);
+    let stop = CancellationToken::new();
+    tokio::spawn(after.clone().keep(stop.clone()));
+    after
+        .restore(noted.clone(), |_| async { Found::Answers })
+        .await;
     after.spoken_for(&id, &other);
+    assert_eq!(after.owner(&id).as_deref(), Some("mine"));
     after.permits(&id, &mine).unwrap();
     assert_eq!(reason(after.permits(&id, &other)), Reason::ReplicaTaken);
+    assert_eq!(
+        reason(register(&after, "boot2", &other).await),
+        Reason::ReplicaTaken
+    );
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert_eq!(after.list()[0].health, Health::Dead);
+    assert_eq!(after.owner(&id), None);
+    register(&after, "boot2", &other).await.unwrap();
+    stop.cancel();
+
+    // What is nobody's is whose who speaks for it first.
+    let older = fleet();
+    let noted = noted.into_iter().map(|note| ReplicaNote {
+        owner: None,
+        ..note
+    });
+    older
+        .restore(noted.collect(), |_| async { Found::Answers })
+        .await;
+    older.permits(&id, &other).unwrap();
+    older.beat(beat("a", first.incarnation, 1)).unwrap();
+    older.spoken_for(&id, &mine);
+    older.spoken_for(&id, &other);
+    older.permits(&id, &mine).unwrap();
+    assert_eq!(reason(older.permits(&id, &other)), Reason::ReplicaTaken);
+    // And nobody's again once its principal is gone.
+    older.disown(&id, &other);
+    assert_eq!(reason(older.permits(&id, &other)), Reason::ReplicaTaken);
+    older.disown(&id, &mine);
+    older.permits(&id, &other).unwrap();
 }
 
 mod drain;

@@ -2,7 +2,7 @@
 //! trajectories where they were. Each is replaced as a whole or removed. A lost
 //! one costs work and never a result, so the loss of one is not declared.
 
-use std::time::SystemTime;
+use std::{sync::Arc, time::SystemTime};
 
 use serde::{Deserialize, Serialize};
 
@@ -46,6 +46,10 @@ pub struct ReplicaNote {
     pub incarnation: Incarnation,
     /// An operator drains it.
     pub drain: Option<DrainNote>,
+    /// The principal that registered it; `None`: it is nobody's.
+    pub owner: Option<Arc<str>>,
+    /// A heartbeat of it has come. True where nobody knows.
+    pub has_beaten: bool,
 }
 
 /// An operator's drain.

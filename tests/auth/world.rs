@@ -69,14 +69,7 @@ impl World {
             lines.push_str(&line(principal, rest, &token));
         }
         std::fs::write(dir.path().join("credentials"), lines).unwrap();
-        let mut config = playground::config(Some(dir.path().join("store")));
-        config.auth = AuthConfig {
-            credentials: Some(dir.path().join("credentials")),
-            audit_log: Some(dir.path().join("audit")),
-            ..AuthConfig::default()
-        };
-        change(dir.path(), &mut config);
-        let mut playground = Playground::start(config).await.unwrap();
+        let mut playground = serve(dir.path(), change).await;
         for i in 0..replicas {
             let access = token_of(dir.path(), "sidecars");
             let engine = SimConfig {
@@ -89,6 +82,15 @@ impl World {
                 .unwrap();
         }
         Self { playground, dir }
+    }
+
+    /// The same control plane, started again.
+    pub async fn restart(self, change: impl FnOnce(&mut Config)) -> Self {
+        self.playground.stop().await.unwrap();
+        Self {
+            playground: serve(self.dir.path(), |_, config| change(config)).await,
+            dir: self.dir,
+        }
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -166,6 +168,17 @@ impl World {
     pub async fn stop(self) {
         self.playground.stop().await.unwrap();
     }
+}
+
+async fn serve(dir: &Path, change: impl FnOnce(&Path, &mut Config)) -> Playground {
+    let mut config = playground::config(Some(dir.join("store")));
+    config.auth = AuthConfig {
+        credentials: Some(dir.join("credentials")),
+        audit_log: Some(dir.join("audit")),
+        ..AuthConfig::default()
+    };
+    change(dir, &mut config);
+    Playground::start(config).await.unwrap()
 }
 
 /// A line of the file of credentials.

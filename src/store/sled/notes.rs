@@ -1,12 +1,17 @@
 //! Notes on disk: each in one value, or, where it is longer, in numbered parts.
 //! They are outside the sequence and no tenant is charged for them.
+//!
+//! What a later version adds to a note stands behind all that was there before, so
+//! that older notes are read too, and newer ones by older versions.
+
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     super::{
         StoreError,
-        notes::{Note, PinNote, Recalled, ReplicaNote},
+        notes::{DrainNote, Note, PinNote, Recalled, ReplicaNote},
     },
     committer::{AnswerTo, Committer, Gathered},
     decide::{hold, unencodable},
@@ -15,6 +20,10 @@ use super::{
     layout::{NoteKey, NoteKind},
     record::replica_hash,
     writes::Writes,
+};
+use crate::{
+    fleet::facts::ReplicaFacts,
+    ids::{Incarnation, ReplicaId},
 };
 
 /// Parts of one note: enough for a replica with a thousand ranks.
@@ -170,11 +179,7 @@ fn add(recalled: &mut Recalled, kind: NoteKind, parts: &[(Vec<u8>, Vec<u8>)]) ->
                     let key = id.try_into().map_err(|_| Damaged)?;
                     recalled.pins.push((u128::from_be_bytes(key), pin));
                 }
-                NoteKind::Replica => {
-                    let (_, note): (crate::ids::ReplicaId, ReplicaNote) =
-                        postcard::from_bytes(&bytes).map_err(read)?;
-                    recalled.replicas.push(note);
-                }
+                NoteKind::Replica => recalled.replicas.push(replica(&bytes)?),
                 NoteKind::Condemned => {
                     let until = postcard::from_bytes(&bytes).map_err(read)?;
                     let key = id.try_into().map_err(|_| Damaged)?;
@@ -186,6 +191,41 @@ fn add(recalled: &mut Recalled, kind: NoteKind, parts: &[(Vec<u8>, Vec<u8>)]) ->
         damaged += u64::from(added.is_err());
     }
     damaged
+}
+
+/// The first fields of a replica's note, which all have.
+#[derive(Deserialize)]
+struct ReplicaHead {
+    facts: ReplicaFacts,
+    incarnation: Incarnation,
+    drain: Option<DrainNote>,
+}
+
+/// The fields behind them; none in a note of an older version.
+#[derive(Deserialize)]
+struct ReplicaTail {
+    owner: Option<Arc<str>>,
+    has_beaten: bool,
+}
+
+fn replica(bytes: &[u8]) -> Result<ReplicaNote, Damaged> {
+    let read = postcard::take_from_bytes::<(ReplicaId, ReplicaHead)>(bytes);
+    let ((_, head), rest) = read.map_err(|_| Damaged)?;
+    let tail = if rest.is_empty() {
+        ReplicaTail {
+            owner: None,
+            has_beaten: true,
+        }
+    } else {
+        postcard::from_bytes(rest).map_err(|_| Damaged)?
+    };
+    Ok(ReplicaNote {
+        facts: head.facts,
+        incarnation: head.incarnation,
+        drain: head.drain,
+        owner: tail.owner,
+        has_beaten: tail.has_beaten,
+    })
 }
 
 fn whole(parts: &[(Vec<u8>, Vec<u8>)]) -> Result<Vec<u8>, Damaged> {
@@ -204,6 +244,80 @@ fn whole(parts: &[(Vec<u8>, Vec<u8>)]) -> Result<Vec<u8>, Damaged> {
         usize::from(head.parts) == parts.len() && head.crc == crc32c::crc32c(&bytes)
     });
     if sound { Ok(bytes) } else { Err(Damaged) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        collections::BTreeMap,
+        time::{Duration, SystemTime},
+    };
+
+    use super::*;
+    use crate::{
+        call::LogprobMode,
+        fleet::facts::{Accelerator, Capabilities, EngineKind},
+        ids::BootId,
+    };
+
+    fn note() -> ReplicaNote {
+        let facts = ReplicaFacts {
+            id: ReplicaId::new("a"),
+            boot: BootId::new("boot"),
+            url: "http://127.0.0.1:1".into(),
+            engine: EngineKind::Sglang,
+            engine_version: "1".to_owned(),
+            model: "m".into(),
+            vocab_size: None,
+            context_length: 100,
+            weight_version: "1".into(),
+            adapters: Vec::new(),
+            capabilities: Capabilities::default(),
+            accelerator: Accelerator::default(),
+            ranks: Vec::new(),
+            page_size: 1,
+            logprob_mode: LogprobMode::Raw,
+            labels: BTreeMap::from([("k".to_owned(), "v".to_owned())]),
+        };
+        ReplicaNote {
+            facts,
+            incarnation: Incarnation(7),
+            drain: Some(DrainNote {
+                until: SystemTime::UNIX_EPOCH + Duration::from_secs(9),
+                hold: true,
+            }),
+            owner: Some("sidecars".into()),
+            has_beaten: false,
+        }
+    }
+
+    #[test]
+    fn a_replicas_note_comes_back_and_part_of_what_was_added_is_damage() {
+        let note = note();
+        let bytes = postcard::to_stdvec(&(&note.facts.id, &note)).unwrap();
+        assert_eq!(replica(&bytes), Ok(note.clone()));
+        // An owner, its length before it, and whether it has beaten.
+        let added = 1 + 1 + "sidecars".len() + 1;
+        for cut in 1..added {
+            assert_eq!(replica(&bytes[..bytes.len() - cut]), Err(Damaged), "{cut}");
+        }
+        let older = replica(&bytes[..bytes.len() - added]).unwrap();
+        assert_eq!((older.owner, older.has_beaten), (None, true));
+    }
+
+    #[test]
+    fn a_note_without_what_was_added_later_is_read() {
+        let note = note();
+        // As it was written before there were owners.
+        let old = (&note.facts.id, (&note.facts, note.incarnation, note.drain));
+        let read = replica(&postcard::to_stdvec(&old).unwrap()).unwrap();
+        let expected = ReplicaNote {
+            owner: None,
+            has_beaten: true,
+            ..note
+        };
+        assert_eq!(read, expected);
+    }
 }
 
 #[cfg(any(test, feature = "fuzzing"))]
