@@ -26,6 +26,7 @@ use tokio::{net::TcpStream, sync::watch, time::Instant};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
 use super::{TlsConfig, files, reload::Tried};
+use crate::listen::limits::HandshakeFailure;
 
 /// A certificate that was found good counts as good for so long.
 const RECHECK: Duration = Duration::from_secs(1);
@@ -60,6 +61,41 @@ struct Client {
     name: Result<Option<Arc<str>>, &'static str>,
     /// By which authorities, and when, it was found good.
     good: Mutex<Option<(u64, Instant)>>,
+}
+
+/// A handshake that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct Unshaken {
+    /// Why, in a word.
+    pub why: HandshakeFailure,
+    /// What is known of it.
+    pub error: io::Error,
+}
+
+impl Unshaken {
+    fn late() -> Self {
+        Self {
+            why: HandshakeFailure::Timeout,
+            error: io::Error::new(io::ErrorKind::TimedOut, "no handshake in time"),
+        }
+    }
+}
+
+impl From<io::Error> for Unshaken {
+    fn from(error: io::Error) -> Self {
+        use rustls::Error as Tls;
+        let inner = error.get_ref();
+        let why = match inner.and_then(|inner| inner.downcast_ref::<Tls>()) {
+            // Not of TLS: the connection itself.
+            None => HandshakeFailure::Closed,
+            Some(Tls::NoCertificatesPresented) => HandshakeFailure::NoCertificate,
+            Some(Tls::InvalidCertificate(_)) => HandshakeFailure::Certificate,
+            Some(Tls::AlertReceived(_)) => HandshakeFailure::Alert,
+            Some(_) => HandshakeFailure::Protocol,
+        };
+        Self { why, error }
+    }
 }
 
 impl fmt::Debug for ClientName {
@@ -97,12 +133,14 @@ impl ServerTls {
     pub async fn accept(
         self: &Arc<Self>,
         stream: TcpStream,
-    ) -> io::Result<(TlsStream<TcpStream>, Option<ClientName>)> {
+    ) -> Result<(TlsStream<TcpStream>, Option<ClientName>), Unshaken> {
         let server = Arc::clone(&self.current.load().server);
         let shaking = TlsAcceptor::from(server).accept(stream);
         let shaken = tokio::time::timeout(self.config.handshake_timeout, shaking).await;
-        let stream = shaken
-            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no handshake in time"))??;
+        let stream = match shaken {
+            Ok(shaken) => shaken.map_err(Unshaken::from)?,
+            Err(_) => return Err(Unshaken::late()),
+        };
         let chain = stream.get_ref().1.peer_certificates();
         let client = chain.and_then(|chain| {
             let name = uri_of(chain.first()?);

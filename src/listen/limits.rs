@@ -142,6 +142,24 @@ names! {
 }
 
 names! {
+    /// Why a TLS handshake failed.
+    HandshakeFailure {
+        /// It was not done in time.
+        Timeout = "timeout",
+        /// The client went away.
+        Closed = "closed",
+        /// The client showed no certificate, and must.
+        NoCertificate = "no_certificate",
+        /// The client's certificate is not trusted, or its time is over.
+        Certificate = "certificate",
+        /// The client refused: it does not trust the server's certificate, most likely.
+        Alert = "alert",
+        /// What came was no TLS, or of no version or suite that is spoken here.
+        Protocol = "protocol",
+    }
+}
+
+names! {
     /// Why a request was refused: the limit that it met.
     RequestLimit {
         /// Streams of its connection.
@@ -164,6 +182,7 @@ pub struct Counts {
     accepted: [AtomicU64; PORTS],
     accept_failures: [AtomicU64; PORTS],
     limited: [[AtomicU64; Limit::ALL.len()]; PORTS],
+    handshakes: [AtomicU64; HandshakeFailure::ALL.len()],
     requests: [AtomicU64; RequestLimit::ALL.len()],
     throttled: AtomicU64,
     unfinished: AtomicU64,
@@ -188,6 +207,11 @@ impl Counts {
     /// Connections that met a limit.
     pub fn limited(&self, port: Port, limit: Limit) -> u64 {
         self.limited[port as usize][limit as usize].load(Ordering::Relaxed)
+    }
+
+    /// TLS handshakes that failed.
+    pub fn unshaken(&self, why: HandshakeFailure) -> u64 {
+        self.handshakes[why as usize].load(Ordering::Relaxed)
     }
 
     /// Requests that met a limit.
@@ -223,6 +247,10 @@ impl Counts {
 
     pub(crate) fn limits(&self, port: Port, limit: Limit) {
         self.limited[port as usize][limit as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn fails_to_shake_hands(&self, why: HandshakeFailure) {
+        self.handshakes[why as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     pub(super) fn refuses(&self, limit: RequestLimit) {

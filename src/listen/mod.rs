@@ -11,6 +11,7 @@ mod frames;
 mod life;
 pub mod limits;
 pub mod request;
+mod shaken;
 mod watched;
 
 use std::{convert::Infallible, io, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
@@ -36,6 +37,7 @@ use self::{
     frames::{ENHANCE_YOUR_CALM, goaway},
     life::{Answer, Life},
     limits::{Counts, Limit, Limits, Port},
+    shaken::Handshakes,
     watched::Watched,
 };
 use crate::auth::tls::{ClientName, ServerTls};
@@ -82,6 +84,7 @@ pub async fn serve<S, B>(
         limits.connections,
         Arc::clone(&counts),
     );
+    let handshakes = Arc::new(Handshakes::new(Arc::clone(&counts)));
     let mut connections = JoinSet::new();
     loop {
         let (stream, peer, place) = tokio::select! {
@@ -92,12 +95,25 @@ pub async fn serve<S, B>(
             accepted = acceptor.next(&refusal) => accepted,
         };
         let (service, tls, drain) = (service.clone(), tls.clone(), drain.clone());
-        let counts = Arc::clone(&counts);
+        let (counts, handshakes) = (Arc::clone(&counts), Arc::clone(&handshakes));
         connections.spawn(async move {
             let _place = place;
-            let opened = open(stream, tls.as_ref(), limits.first_request, &counts);
+            let opened = async {
+                let (io, client) = match &tls {
+                    None => (Box::new(stream) as Box<dyn Io>, None),
+                    Some(tls) => match tls.accept(stream).await {
+                        Ok((stream, client)) => (Box::new(stream) as Box<dyn Io>, client),
+                        Err(unshaken) => {
+                            handshakes.failed(peer, &unshaken);
+                            return Ok(None);
+                        }
+                    },
+                };
+                let io = greeted(io, limits.first_request, &counts).await?;
+                Ok(Some((io, client)))
+            };
             let ended = match drain.run_until_cancelled(opened).await {
-                Some(Ok((io, client))) => {
+                Some(Ok(Some((io, client)))) => {
                     let aged = async {
                         match (&tls, &client) {
                             (Some(tls), Some(_)) => tls.aged().await,
@@ -112,7 +128,7 @@ pub async fn serve<S, B>(
                     ended.await.map_err(io::Error::other)
                 }
                 Some(Err(error)) => Err(error),
-                None => Ok(()),
+                Some(Ok(None)) | None => Ok(()),
             };
             if let Err(error) = ended {
                 debug!(%peer, %error, "connection ended");
@@ -159,26 +175,12 @@ trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
-/// Shakes hands, where TLS is spoken, and waits for the preface, both within
-/// their time.
-async fn open(
-    stream: TcpStream,
-    tls: Option<&Arc<ServerTls>>,
+/// Waits for the preface within its time.
+async fn greeted(
+    mut io: Box<dyn Io>,
     first_request: Duration,
     counts: &Counts,
-) -> io::Result<(Box<dyn Io>, Option<ClientName>)> {
-    let (mut io, client): (Box<dyn Io>, _) = match tls {
-        None => (Box::new(stream), None),
-        Some(tls) => {
-            let shaken = tls.accept(stream).await;
-            let (stream, client) = shaken.inspect_err(|error| {
-                if error.kind() == io::ErrorKind::TimedOut {
-                    counts.limits(Port::Grpc, Limit::Handshake);
-                }
-            })?;
-            (Box::new(stream), client)
-        }
-    };
+) -> io::Result<Box<dyn Io>> {
     match timeout(PREFACE_TIMEOUT.min(first_request), preface(&mut io)).await {
         Ok(spoken) => spoken?,
         Err(_) => {
@@ -186,7 +188,7 @@ async fn open(
             return Err(io::Error::other("a connection without a word"));
         }
     }
-    Ok((io, client))
+    Ok(io)
 }
 
 /// Waits for the preface. hyper waits for it without bound, a drain included: who

@@ -5,7 +5,7 @@ use std::{fmt, sync::Arc};
 use prometheus_client::{collector::Collector, encoding::DescriptorEncoder, registry::Unit};
 
 use super::families::Page;
-use crate::listen::limits::{Counts, Limit, Port, RequestLimit};
+use crate::listen::limits::{Counts, HandshakeFailure, Limit, Port, RequestLimit};
 
 /// Read at the scrape.
 #[derive(Debug)]
@@ -47,6 +47,14 @@ impl Collector for Listened {
             "connections_limited",
             "Connections refused or ended, by port and by the limit that they met",
             limited,
+        )?;
+        let unshaken = HandshakeFailure::ALL
+            .iter()
+            .map(|&why| ([("reason", why.name())], counts.unshaken(why)));
+        page.counters(
+            "tls_handshake_failures",
+            "TLS handshakes of the gRPC port that failed, by why",
+            unshaken,
         )?;
         page.counter(
             "connections_throttled",

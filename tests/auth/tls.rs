@@ -19,7 +19,10 @@ use berth::{
     server::Server,
 };
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, SanType};
-use tokio::{io::AsyncReadExt as _, net::TcpStream};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+};
 use tonic::{Code, Status};
 
 use crate::world::{Load, SERVER_CA, World, eventually, reason, replace, request, token_of};
@@ -315,6 +318,83 @@ async fn who_shakes_no_hands_is_let_go() {
     let mut silent = TcpStream::connect(address).await.unwrap();
     let closed = tokio::time::timeout(Duration::from_secs(30), silent.read(&mut [0])).await;
     assert!(matches!(closed.unwrap(), Ok(0) | Err(_)));
+    bench.world.stop().await;
+}
+
+/// What was told in a handshake that is over: until the server closes.
+async fn closed(mut stream: TcpStream) {
+    let mut rest = Vec::new();
+    let read = stream.read_to_end(&mut rest);
+    let _ = tokio::time::timeout(Duration::from_secs(30), read)
+        .await
+        .expect("the server closes");
+}
+
+#[tokio::test]
+async fn handshakes_that_fail_are_counted_by_why() {
+    let bench = Bench::start(0, |tls| {
+        tls.require_client_cert = true;
+        tls.handshake_timeout = Duration::from_secs(2);
+    })
+    .await;
+    let dir = bench.world.dir.path();
+    let address = bench.world.playground.server().grpc_address();
+    let counted = async |reason: &str| {
+        let page = bench.world.admin_page("ops", "/metrics").await;
+        let series = format!("berth_tls_handshake_failures_total{{reason=\"{reason}\"}} ");
+        let line = page.lines().find_map(|line| line.strip_prefix(&series));
+        line.unwrap_or_else(|| panic!("{series} in {page}"))
+            .parse::<u64>()
+            .unwrap()
+    };
+    let becomes = async |reason: &str| {
+        eventually(reason, async || counted(reason).await > 0).await;
+    };
+    let reasons = [
+        "closed",
+        "protocol",
+        "timeout",
+        "no_certificate",
+        "certificate",
+        "alert",
+    ];
+    for reason in reasons {
+        assert_eq!(counted(reason).await, 0, "{reason}");
+    }
+
+    drop(TcpStream::connect(address).await.unwrap());
+    becomes("closed").await;
+
+    let mut plain = TcpStream::connect(address).await.unwrap();
+    plain.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    closed(plain).await;
+    becomes("protocol").await;
+
+    assert!(bench.sample(&token_of(dir, "trainer-a")).await.is_err());
+    becomes("no_certificate").await;
+
+    Authority::new().client(dir, "foreign", &[TRAINER], YEAR);
+    assert!(bench.sample(&bench.with("foreign")).await.is_err());
+    becomes("certificate").await;
+
+    std::fs::write(dir.join("other-ca.pem"), Authority::new().pem).unwrap();
+    bench.clients.client(dir, "good", &[TRAINER], YEAR);
+    let distrusts = Access {
+        tls_ca: Some(dir.join("other-ca.pem")),
+        ..bench.with("good")
+    };
+    assert!(bench.sample(&distrusts).await.is_err());
+    becomes("alert").await;
+
+    closed(TcpStream::connect(address).await.unwrap()).await;
+    becomes("timeout").await;
+
+    // One that is well is none of them.
+    let before = futures_util::future::join_all(reasons.map(&counted)).await;
+    let status = bench.sample(&bench.with("good")).await.unwrap_err();
+    assert_eq!(reason(&status), "NO_REPLICA");
+    let after = futures_util::future::join_all(reasons.map(&counted)).await;
+    assert_eq!(before, after);
     bench.world.stop().await;
 }
 

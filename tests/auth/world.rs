@@ -24,7 +24,11 @@ use berth::{
     },
 };
 use serde_json::Value;
-use tokio::task::JoinHandle;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    task::JoinHandle,
+};
 use tokio_util::sync::CancellationToken;
 use tonic::{Status, transport::Endpoint};
 use tonic_types::StatusExt;
@@ -91,6 +95,22 @@ impl World {
             playground: serve(self.dir.path(), |_, config| change(config)).await,
             dir: self.dir,
         }
+    }
+
+    /// What the admin port answers this principal.
+    pub async fn admin_page(&self, principal: &str, path: &str) -> String {
+        let token = std::fs::read_to_string(self.path(principal)).unwrap();
+        let admin = self.playground.server().admin_address();
+        let mut stream = TcpStream::connect(admin).await.unwrap();
+        let asked = format!(
+            "GET {path} HTTP/1.1\r\nhost: berth\r\nauthorization: Bearer {}\r\n\
+             connection: close\r\n\r\n",
+            token.trim()
+        );
+        stream.write_all(asked.as_bytes()).await.unwrap();
+        let mut page = String::new();
+        stream.read_to_string(&mut page).await.unwrap();
+        page
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
