@@ -122,7 +122,6 @@ impl ReplicaService for Replicas {
                 rank,
             });
         }
-        }
         let directive = if heard.drain {
             proto::Directive::Drain
         } else {

@@ -46,6 +46,7 @@ pub struct ReplicaFacts {
     /// For people.
     pub labels: BTreeMap<String, String>,
     /// What tells this start from others, by the engine's own word.
+    // Stored behind all the others: `store::sled::notes`.
     #[serde(skip)]
     pub engine_start: Option<String>,
 }
@@ -84,6 +85,7 @@ pub struct Capabilities {
     pub priority: bool,
     pub incremental_streaming: bool,
     pub max_top_logprobs: u32,
+    // Likewise.
     #[serde(skip)]
     pub more_follow: bool,
 }

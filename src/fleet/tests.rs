@@ -824,7 +824,7 @@ async fn a_replica_is_its_principals_until_it_is_dead() {
     stop.cancel();
 
     // It is so after a restart too, until it is dead.
-    let after = fleet();
+    let after = Fleet::new(FleetConfig::default(), Arc::clone(&before.store));
     let stop = CancellationToken::new();
     tokio::spawn(after.clone().keep(stop.clone()));
     after

@@ -24,7 +24,7 @@ use hyper_util::{
 };
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite},
-    net::{TcpListener, TcpStream},
+    net::TcpListener,
     task::JoinSet,
     time::timeout,
 };
@@ -257,7 +257,7 @@ where
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::AsyncWriteExt;
+    use tokio::{io::AsyncWriteExt, net::TcpStream};
 
     use super::*;
 

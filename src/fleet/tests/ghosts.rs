@@ -172,11 +172,12 @@ async fn a_principal_has_no_more_replicas_than_it_may_and_others_still_come() {
     let taken = fleet.register_by(facts("o", "boot2"), who("mine")).await;
     assert_eq!(reason(taken), Reason::FleetFull);
     // Without a principal there is no bound but that of all.
-    for id in ["d", "e", "f", "g", "h", "i", "j"] {
+    // The last of them takes the place of the dead one.
+    for id in ["d", "e", "f", "g", "h", "i", "j", "k"] {
         fleet.register(facts(id, "boot")).await.unwrap();
     }
     assert_eq!(
-        reason(fleet.register(facts("k", "boot")).await),
+        reason(fleet.register(facts("l", "boot")).await),
         Reason::FleetFull
     );
 }

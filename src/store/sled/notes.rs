@@ -65,7 +65,7 @@ impl Committer {
                 NoteKey::new(NoteKind::Replica, replica_hash(id).0.to_vec()),
                 replica
                     .as_ref()
-                    .map(|note| postcard::to_stdvec(&(id, note))),
+                    .map(|note| postcard::to_stdvec(&(id, note, more(&note.facts)))),
             ),
             Note::Condemned(prompt, until) => (
                 NoteKey::new(NoteKind::Condemned, prompt.to_vec()),
@@ -206,19 +206,37 @@ struct ReplicaHead {
 struct ReplicaTail {
     owner: Option<Arc<str>>,
     has_beaten: bool,
+    more: MoreFacts,
+}
+
+/// What facts say that older ones did not: behind the note, not within.
+#[derive(Default, Serialize, Deserialize)]
+struct MoreFacts {
+    engine_start: Option<String>,
+    more_follow: bool,
+}
+
+fn more(facts: &ReplicaFacts) -> MoreFacts {
+    MoreFacts {
+        engine_start: facts.engine_start.clone(),
+        more_follow: facts.capabilities.more_follow,
+    }
 }
 
 fn replica(bytes: &[u8]) -> Result<ReplicaNote, Damaged> {
     let read = postcard::take_from_bytes::<(ReplicaId, ReplicaHead)>(bytes);
-    let ((_, head), rest) = read.map_err(|_| Damaged)?;
+    let ((_, mut head), rest) = read.map_err(|_| Damaged)?;
     let tail = if rest.is_empty() {
         ReplicaTail {
             owner: None,
             has_beaten: true,
+            more: MoreFacts::default(),
         }
     } else {
         postcard::from_bytes(rest).map_err(|_| Damaged)?
     };
+    head.facts.engine_start = tail.more.engine_start;
+    head.facts.capabilities.more_follow = tail.more.more_follow;
     Ok(ReplicaNote {
         facts: head.facts,
         incarnation: head.incarnation,
@@ -278,6 +296,7 @@ mod tests {
             page_size: 1,
             logprob_mode: LogprobMode::Raw,
             labels: BTreeMap::from([("k".to_owned(), "v".to_owned())]),
+            engine_start: Some("s1".to_owned()),
         };
         ReplicaNote {
             facts,
@@ -294,10 +313,10 @@ mod tests {
     #[test]
     fn a_replicas_note_comes_back_and_part_of_what_was_added_is_damage() {
         let note = note();
-        let bytes = postcard::to_stdvec(&(&note.facts.id, &note)).unwrap();
+        let bytes = postcard::to_stdvec(&(&note.facts.id, &note, more(&note.facts))).unwrap();
         assert_eq!(replica(&bytes), Ok(note.clone()));
-        // An owner, its length before it, and whether it has beaten.
-        let added = 1 + 1 + "sidecars".len() + 1;
+        // An owner and a start, their lengths before them, and two truths.
+        let added = 1 + 1 + "sidecars".len() + 1 + 1 + 1 + "s1".len() + 1;
         for cut in 1..added {
             assert_eq!(replica(&bytes[..bytes.len() - cut]), Err(Damaged), "{cut}");
         }
@@ -312,6 +331,10 @@ mod tests {
         let old = (&note.facts.id, (&note.facts, note.incarnation, note.drain));
         let read = replica(&postcard::to_stdvec(&old).unwrap()).unwrap();
         let expected = ReplicaNote {
+            facts: ReplicaFacts {
+                engine_start: None,
+                ..note.facts
+            },
             owner: None,
             has_beaten: true,
             ..note
