@@ -21,6 +21,7 @@ use std::{
 
 use hyper_util::client::legacy::connect::dns::Name;
 use ipnet::IpNet;
+use tracing::warn;
 
 /// Clouds tell secrets at these, whatever network they lie in.
 const METADATA: [IpAddr; 7] = [
@@ -104,11 +105,7 @@ impl Egress {
         if !self.ports.iter().any(|range| range.contains(&port)) {
             return Err(Forbidden::Port(port));
         }
-        let own = |own: &SocketAddr| {
-            own.port() == port
-                && (plain(own.ip()) == ip || (own.ip().is_unspecified() && ip.is_loopback()))
-        };
-        if self.own.iter().any(own) {
+        if self.is_own(ip, port, is_here) {
             return Err(Forbidden::Own(address));
         }
         let named = self.networks.iter().any(|network| network.contains(&ip));
@@ -119,6 +116,15 @@ impl Egress {
             (false, false) if self.networks.is_empty() => Ok(()),
             (false, false) => Err(Forbidden::Network(address.ip())),
         }
+    }
+
+    /// Whether Berth listens there itself. On all interfaces it does so on every
+    /// address that this machine has (`here`).
+    fn is_own(&self, ip: IpAddr, port: u16, here: impl FnOnce(IpAddr) -> bool) -> bool {
+        let own = self.own.iter().filter(|own| own.port() == port);
+        let mut own = own.map(SocketAddr::ip);
+        let one = own.clone().any(|own| plain(own) == ip);
+        one || (own.any(|own| own.is_unspecified()) && (ip.is_loopback() || here(ip)))
     }
 
     /// The addresses of `host`, which may be a number or a name, if every one of
@@ -166,6 +172,19 @@ impl Egress {
         match tokio::time::timeout(limit, resolved).await {
             Ok(resolved) => resolved.map(drop),
             Err(_) => Err(unresolved("the name servers do not answer")),
+        }
+    }
+}
+
+/// Whether this address is one of this machine's, as its interfaces are now: they come
+/// and go, and containers get theirs late. It is asked only about the few ports that
+/// Berth listens on. Where it cannot be told, it may be.
+fn is_here(ip: IpAddr) -> bool {
+    match if_addrs::get_if_addrs() {
+        Ok(interfaces) => interfaces.iter().any(|one| plain(one.ip()) == ip),
+        Err(error) => {
+            warn!(%error, "this machine's addresses cannot be told");
+            true
         }
     }
 }
@@ -366,6 +385,44 @@ mod tests {
     }
 
     #[test]
+    fn who_listens_on_all_interfaces_has_all_addresses_of_the_machine() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let here = |asked: IpAddr| [ip("10.0.0.9"), ip("fd12::9")].contains(&asked);
+        for wildcard in ["0.0.0.0:7700", "[::]:7700"] {
+            let egress = Egress {
+                own: vec![wildcard.parse().unwrap(), "10.0.0.9:7701".parse().unwrap()],
+                ..Egress::default()
+            };
+            let own = |text: &str, port| egress.is_own(ip(text), port, here);
+            for text in ["10.0.0.9", "fd12::9", "127.0.0.1", "127.8.8.8", "::1"] {
+                assert!(own(text, 7700), "{text}");
+                // An engine beside it.
+                assert!(!own(text, 30000), "{text}");
+            }
+            // An engine elsewhere, on the same port.
+            assert!(!own("10.0.0.8", 7700));
+            assert!(own("10.0.0.9", 7701));
+            assert!(!own("fd12::9", 7701));
+            // What this machine says of itself is asked for, in any writing.
+            let all = if_addrs::get_if_addrs().unwrap();
+            assert!(!all.is_empty());
+            for one in all.iter().map(if_addrs::Interface::ip) {
+                let refused = egress.check(SocketAddr::new(one, 7700)).unwrap_err();
+                let never = never(one).is_some();
+                assert!(never || matches!(refused, Forbidden::Own(_)), "{refused}");
+                if let IpAddr::V4(v4) = one {
+                    let mapped = SocketAddr::new(v4.to_ipv6_mapped().into(), 7700);
+                    assert!(egress.check(mapped).is_err(), "{mapped}");
+                }
+                let beside = egress.check(SocketAddr::new(one, 30000));
+                assert!(never || beside.is_ok(), "{one}: {beside:?}");
+            }
+            // 203.0.113.0/24 is for documents only: it is nobody's.
+            allowed(&egress, "203.0.113.99:7700");
+        }
+    }
+
+    #[test]
     fn a_name_with_a_good_and_a_bad_address_is_refused() {
         let egress = Egress::default();
         let good: SocketAddr = "10.0.0.1:30000".parse().unwrap();
@@ -401,5 +458,39 @@ mod tests {
             .check_url("http://localhost:80", Duration::from_secs(5))
             .await;
         assert!(matches!(why, Err(Forbidden::Loopback(_))), "{why:?}");
+    }
+
+    #[tokio::test]
+    async fn a_name_that_came_to_mean_berth_itself_is_not_spoken_to() {
+        use crate::engine::http::{HttpClient, HttpConfig, HttpError};
+        use tokio::{io::AsyncReadExt as _, net::TcpListener};
+
+        let own = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let engine = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = |of: &TcpListener| of.local_addr().unwrap().port();
+        let egress = Egress {
+            hosts: BTreeMap::from([("engine.test".to_owned(), vec![Ipv4Addr::LOCALHOST.into()])]),
+            own: vec![own.local_addr().unwrap()],
+            ..Egress::default()
+        };
+        let http = HttpClient::within(HttpConfig::default(), Arc::new(egress));
+        let ask = async |listener: &TcpListener| {
+            let url = format!("http://engine.test:{}", port(listener));
+            let answer = async {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                stream.read(&mut [0; 64]).await.unwrap_or(0)
+            };
+            let limit = Duration::from_secs(30);
+            let asked = http.call(http::Method::GET, &url, "/health", None, 1 << 10, limit);
+            tokio::join!(asked, answer)
+        };
+        let (refused, heard) = ask(&own).await;
+        let Err(HttpError::Refused(why)) = refused else {
+            panic!("{refused:?}");
+        };
+        assert!(why.contains("own address"), "{why}");
+        assert_eq!(heard, 0);
+        let (_, heard) = ask(&engine).await;
+        assert!(heard > 0, "an engine beside it is");
     }
 }

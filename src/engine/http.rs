@@ -347,10 +347,15 @@ impl tower::Service<Uri> for BoundedConnector {
             return async move { Err(why.into()) }.boxed();
         }
         let connecting = self.tcp.call(uri);
-        let timeout = self.timeout;
+        let (timeout, egress) = (self.timeout, Arc::clone(&self.egress));
         async move {
             match tokio::time::timeout(timeout, connecting).await {
-                Ok(Ok(stream)) => Ok(stream),
+                // The resolver does not see the port, and a name may have come to mean
+                // Berth itself. Nothing has been said yet.
+                Ok(Ok(stream)) => {
+                    egress.check(stream.inner().peer_addr()?)?;
+                    Ok(stream)
+                }
                 Ok(Err(error)) => Err(error.into()),
                 Err(_) => Err(io::Error::new(
                     io::ErrorKind::TimedOut,
