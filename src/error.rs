@@ -57,6 +57,7 @@ pub enum Reason {
     RequestTooSlow,
     ReceivingFull,
     ReplicaTaken,
+    MessageTooLarge,
 }
 
 /// One thing that is wrong with a request.

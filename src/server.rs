@@ -275,6 +275,8 @@ async fn serve(
         .layer_fn(|inner| Bounded::new(inner, config.limits, Arc::clone(&counts)))
         // The stack keeps the deadline: see `listen`.
         .layer_fn(TakeTimeout::new)
+        // Below all that counts or tells errors: those of tonic have a reason too.
+        .map_response(api::status::explained)
         .service(routes);
 
     let server = listen::serve(

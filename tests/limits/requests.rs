@@ -159,8 +159,9 @@ async fn a_message_that_is_too_large_is_refused() {
     large.cache_affinity_key = Some("x".repeat(200_000));
     let status = plane.client().sample(large).await.unwrap_err();
     assert_eq!(status.code(), Code::OutOfRange, "{status}");
+    assert_eq!(reason(&status), "MESSAGE_TOO_LARGE");
     let series = "berth_requests_total{method=\"berth.v1.SamplingService/Sample\",\
-                  code=\"OUT_OF_RANGE\",reason=\"none\"}";
+                  code=\"OUT_OF_RANGE\",reason=\"MESSAGE_TOO_LARGE\"}";
     plane.counts(series, 1.0).await;
     plane.serves().await;
 }

@@ -1,13 +1,13 @@
 //! What is refused, how, and that nothing of it reaches an engine.
 
 use berth::proto::{
-    Logprobs, SampleRequest, StopStrings, TokenIds, WeightsConstraint, sample_request::Prompt,
-    weights_constraint::Constraint,
+    HeartbeatResponse, Logprobs, SampleRequest, StopStrings, TokenIds, WeightsConstraint,
+    sample_request::Prompt, weights_constraint::Constraint,
 };
 use tonic::Code;
 use tonic_types::StatusExt;
 
-use crate::cluster::{Cluster, VOCAB, ids, instant, keyed, refused, request};
+use crate::cluster::{Cluster, VOCAB, ids, instant, keyed, reason, refused, request};
 
 fn fields(status: &tonic::Status) -> Vec<String> {
     status
@@ -197,7 +197,47 @@ async fn a_message_beyond_the_limit_is_refused() {
     let cluster = Cluster::with(1, instant(), |c| c.max_message_bytes = 1 << 16).await;
     let mut large = request(&[1], 1);
     large.prompt = Some(Prompt::TokenIdsLe(vec![0; 1 << 17].into()));
-    let status = cluster.sample(large).await.unwrap_err();
-    assert_eq!(status.code(), Code::OutOfRange);
+    let large = cluster.sample(large).await;
+    let status = refused(large, Code::OutOfRange, "MESSAGE_TOO_LARGE");
+    for size in ["131", "65536"] {
+        assert!(status.message().contains(size), "{status}");
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test]
+async fn an_answer_beyond_the_limit_says_so() {
+    let cluster = Cluster::with(1, instant(), |c| c.max_message_bytes = 1 << 16).await;
+    let mut long = request(&[1], 4000);
+    long.num_samples = Some(16);
+    refused(
+        cluster.sample(long).await,
+        Code::OutOfRange,
+        "MESSAGE_TOO_LARGE",
+    );
+    cluster.stop().await;
+}
+
+/// Its field 1 is of another kind.
+#[derive(Clone, PartialEq, prost::Message)]
+struct NotAHeartbeat {
+    #[prost(uint64, tag = "1")]
+    replica_id: u64,
+}
+
+#[tokio::test]
+async fn what_is_no_message_is_refused_with_a_reason() {
+    let cluster = Cluster::start(0, instant()).await;
+    let mut client = tonic::client::Grpc::new(cluster.channel.clone());
+    client.ready().await.unwrap();
+    let path = http::uri::PathAndQuery::from_static("/berth.v1.ReplicaService/Heartbeat");
+    let codec = tonic_prost::ProstCodec::<_, HeartbeatResponse>::default();
+    let heartbeat = NotAHeartbeat { replica_id: 7 };
+    let status = client
+        .unary(tonic::Request::new(heartbeat), path, codec)
+        .await
+        .unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+    assert_eq!(reason(&status), "INVALID_REQUEST");
     cluster.stop().await;
 }
