@@ -166,6 +166,37 @@ fn the_configuration_is_checked_whole_and_nothing_is_bound() {
 }
 
 #[test]
+fn faults_of_credentials_and_of_tls_are_told_with_all_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        std::fs::write(dir.path().join(name), text).unwrap();
+        dir.path().join(name)
+    };
+    for command in [&["serve", "--check-config"][..], &["serve"]] {
+        let (ok, text) = check(
+            berth()
+                .args(command)
+                .args(["--load-factor", "0", "--data-dir"])
+                .arg(dir.path().join("store"))
+                .arg("--credentials")
+                .arg(file("credentials", "principal=a\nprincipal=b role=king\n"))
+                .arg("--audit-log")
+                .arg(dir.path().join("audit"))
+                .arg("--tls-cert")
+                .arg(file("cert", "no certificate"))
+                .arg("--tls-key")
+                .arg(file("key", "no key")),
+        );
+        assert!(!ok, "{text}");
+        for fault in ["load-factor", "line 1: role", "line 2: ", "TLS: "] {
+            assert!(text.contains(fault), "{fault} in {text}");
+        }
+        assert!(!dir.path().join("audit").exists(), "nothing is made");
+        assert!(!dir.path().join("store").exists(), "nothing is made");
+    }
+}
+
+#[test]
 fn a_store_that_is_in_use_is_told() {
     let serve = Serve::start(&[]);
     let (ok, text) = check(

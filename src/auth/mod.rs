@@ -60,6 +60,16 @@ impl Guard {
         })
     }
 
+    /// What is wrong with the files of credentials and of TLS, all of them; the audit
+    /// log is not opened.
+    pub fn faults(config: &AuthConfig) -> Vec<String> {
+        let gate = Gate::new(config, Audit::default()).err();
+        let tls = config.tls.clone().and_then(|tls| ServerTls::new(tls).err());
+        let gate = gate.map(|fault| format!("credentials: {fault}"));
+        let tls = tls.map(|fault| format!("TLS: {fault}"));
+        gate.into_iter().chain(tls).collect()
+    }
+
     /// Reads them again when they change, until `stop`.
     pub fn keep(&self, stop: CancellationToken) {
         tokio::spawn(reload::keep(Arc::clone(&self.gate), self.tls.clone(), stop));

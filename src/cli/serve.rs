@@ -6,7 +6,7 @@ use anyhow::bail;
 use clap::CommandFactory;
 
 use crate::{
-    auth::{AuthConfig, Guard},
+    auth::Guard,
     config::{Config, Options, unknown_variables},
     failpoint,
     listen::descriptors,
@@ -47,13 +47,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         Some(path) => Options::from_file(path)?,
         None => Options::default(),
     };
-    let mut config = Config::resolve(args.options.or(file))?;
+    let options = args.options.or(file);
+    let mut config = Config::resolve_with(options, |config| Guard::faults(&config.auth))?;
     if args.check_config {
-        // Nothing is made by a check.
-        Guard::new(&AuthConfig {
-            audit_log: None,
-            ..config.auth.clone()
-        })?;
         println!("{config:#?}");
         return Ok(());
     }

@@ -106,6 +106,17 @@ impl Config {
     /// # Errors
     /// Every fault, one a line.
     pub fn resolve(options: Options) -> anyhow::Result<Self> {
+        Self::resolve_with(options, |_| Vec::new())
+    }
+
+    /// As [`resolve`](Self::resolve), with the faults of what the configuration names.
+    ///
+    /// # Errors
+    /// Every fault, one a line.
+    pub fn resolve_with(
+        options: Options,
+        named: impl FnOnce(&Self) -> Vec<String>,
+    ) -> anyhow::Result<Self> {
         let default = Self::default();
         let mut faults = Vec::new();
         let listen = options.listen.unwrap_or(default.listen);
@@ -290,6 +301,7 @@ impl Config {
             ..default
         };
         faults.extend(config.faults());
+        faults.extend(named(&config));
         if !faults.is_empty() {
             bail!(
                 "the configuration is not usable:\n  {}",
