@@ -235,6 +235,8 @@ pub fn addresses(data: &[u8]) {
         && let Ok(url) = register::base_url(text)
     {
         called(&url);
+        // And nothing of what was asked for is dropped.
+        called(text);
     }
 }
 

@@ -249,7 +249,7 @@ fn address(
 /// An absolute http URL of host and port, without anything else.
 pub(super) fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
     const FORM: &str =
-        "must be an absolute URL as \"http://host:port\", without user, path or query";
+        "must be an absolute URL as \"http://host:port\", without user, path, query or fragment";
     if text.len() > 512 {
         return Err("may have 512 bytes at most");
     }
@@ -269,7 +269,16 @@ pub(super) fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
     if !is_host(authority.host()) {
         return Err(HOST);
     }
-    Ok(format!("http://{authority}").into())
+    let url = format!("http://{authority}");
+    // The parser drops some parts without a word, as what follows a `#`.
+    if !text
+        .strip_suffix('/')
+        .unwrap_or(text)
+        .eq_ignore_ascii_case(&url)
+    {
+        return Err(FORM);
+    }
+    Ok(url.into())
 }
 
 /// Whether what follows a host is nothing, or a port that there is: `:+80` is one to some

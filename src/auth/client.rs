@@ -71,6 +71,16 @@ impl Access {
     /// What is wrong with the URL or with a file.
     pub fn wire(&self, endpoint: &Endpoint) -> Result<Wire, String> {
         let uri = endpoint.uri();
+        let authority = uri.authority().map_or("", |authority| authority.as_str());
+        // Not shown: there may be a password in it.
+        if authority.contains('@') || uri.path().len() > 1 || uri.query().is_some() {
+            return Err(
+                "the URL of the control plane must be http://host:port or https://host:port, \
+                 without user, path or query: gRPC has paths of its own, and credentials go in \
+                 a file"
+                    .to_owned(),
+            );
+        }
         let channel = match (uri.host(), uri.scheme_str()) {
             (Some(_), Some("http")) => endpoint.connect_lazy(),
             (Some(_), Some("https")) => {
@@ -273,6 +283,16 @@ mod tests {
         let fault = wire(Access::default(), "https://127.0.0.1:7700").unwrap_err();
         assert!(fault.contains("tls-ca"), "{fault}");
         assert!(wire(Access::default(), "ftp://127.0.0.1:7700").is_err());
+        for dropped in [
+            "http://127.0.0.1:7700/berth",
+            "http://127.0.0.1:7700?x",
+            "http://user:secret@127.0.0.1:7700",
+        ] {
+            let fault = wire(Access::default(), dropped).unwrap_err();
+            assert!(fault.contains("without user, path or query"), "{fault}");
+            assert!(!fault.contains("secret"), "{fault}");
+        }
+        assert_eq!(wire(Access::default(), "http://127.0.0.1:7700/"), Ok(()));
         let access = Access {
             token_file: Some("/nonexistent/token".into()),
             ..Access::default()

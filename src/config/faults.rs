@@ -39,6 +39,8 @@ impl Config {
             let url = otlp.endpoint.parse::<http::Uri>();
             let is_one = url.is_ok_and(|url| {
                 url.scheme_str() == Some("http") && url.port().is_some() && url.query().is_none()
+                    // What would be dropped without a word.
+                    && url.path().len() <= 1 && !otlp.endpoint.contains('#')
                     // Nor a password, which would be printed.
                     && url.authority().is_some_and(|a| !a.as_str().contains('@'))
             });

@@ -70,6 +70,24 @@ fn infinity_is_a_load_factor_and_nan_is_not() {
 }
 
 #[test]
+fn a_collectors_url_has_nothing_that_would_be_dropped() {
+    let with = |endpoint: &str| {
+        let options = Options {
+            otlp_endpoint: Some(endpoint.to_owned()),
+            ..Options::default()
+        };
+        Config::resolve(options).map_err(|fault| fault.to_string())
+    };
+    for good in ["http://127.0.0.1:4317", "http://collector:4317/"] {
+        assert!(with(good).is_ok(), "{good}");
+    }
+    for rest in ["/v1/traces", "?x", "#x", "/#"] {
+        let fault = with(&format!("http://127.0.0.1:4317{rest}")).unwrap_err();
+        assert!(fault.contains("otlp-endpoint"), "{fault}");
+    }
+}
+
+#[test]
 fn misspelt_variables_are_found() {
     let names = [
         "BERTH_LISTEN",

@@ -75,6 +75,18 @@ fn an_endpoint_is_host_and_port_and_nothing_else() {
         "http://u:p@10.0.0.7",
         "http://10.0.0.7/generate",
         "http://10.0.0.7?x=1",
+        "http://10.0.0.7:30000/?",
+        "http://10.0.0.7:30000?",
+        "http://10.0.0.7:30000#x",
+        "http://10.0.0.7:30000/#",
+        "http://10.0.0.7:30000#",
+        "http://10.0.0.7#:30000",
+        "http://10.0.0.7:30000//",
+        "http://10.0.0.7:30000/.",
+        "http://u@10.0.0.7:30000",
+        "http://@10.0.0.7:30000",
+        " http://10.0.0.7:30000",
+        "http://10.0.0.7:30000 ",
         "file:///etc/passwd",
         "http://",
         "http://10.0.0.7:99999",
@@ -101,6 +113,23 @@ fn an_endpoint_is_host_and_port_and_nothing_else() {
         });
         assert_eq!(with, ["endpoint"], "{bad}");
     }
+}
+
+#[test]
+fn what_is_wrong_with_an_endpoint_is_said() {
+    for dropped in [
+        "u@10.0.0.7:1",
+        "10.0.0.7:1/x",
+        "10.0.0.7:1?x",
+        "10.0.0.7:1#x",
+    ] {
+        let why = base_url(&format!("http://{dropped}")).unwrap_err();
+        assert!(why.contains("user, path, query or fragment"), "{why}");
+    }
+    assert_eq!(
+        base_url("HTTP://Engine:1/").as_deref(),
+        Ok("http://Engine:1")
+    );
 }
 
 #[test]
