@@ -276,7 +276,7 @@ async fn serve(
         // The stack keeps the deadline: see `listen`.
         .layer_fn(TakeTimeout::new)
         // Below all that counts or tells errors: those of tonic have a reason too.
-        .map_response(api::status::explained)
+        .map_response(crate::api::status::explained)
         .service(routes);
 
     let server = listen::serve(
