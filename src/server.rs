@@ -21,7 +21,7 @@ use tracing::{info, warn};
 
 use crate::{
     admin,
-    api::{fleet::FleetView, replica::Replicas, sampling::Sampling},
+    api::{fleet::FleetView, replica::Replicas, sampling::Sampling, status::explained},
     auth::{Guard, layer::Authenticate},
     config::Config,
     engine::{
@@ -276,7 +276,7 @@ async fn serve(
         // The stack keeps the deadline: see `listen`.
         .layer_fn(TakeTimeout::new)
         // Below all that counts or tells errors: those of tonic have a reason too.
-        .map_response(crate::api::status::explained)
+        .map_response(explained)
         .service(routes);
 
     let server = listen::serve(
