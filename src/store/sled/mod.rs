@@ -7,6 +7,7 @@
 //! is durable in a redo log, and moves into sled later. INTENT is not written. Ownership is not written either: whatever is found on disk belongs
 //! to a process that is gone.
 
+mod apply;
 mod clock;
 mod committer;
 mod decide;

@@ -8,6 +8,7 @@ use std::{
 };
 
 use super::{
+    apply::apply,
     fault::{Fault, guarded},
     frame::Kind,
     layout, record,
@@ -59,21 +60,18 @@ fn put_all<'a>(
     let mut changes = changes.into_iter().peekable();
     while changes.peek().is_some() {
         let mut batch = ::sled::Batch::default();
-        let mut bytes = 0;
+        let (mut bytes, mut writes) = (0, 0);
         while bytes < STEP_BYTES
             && let Some((key, value)) = changes.next()
         {
             bytes += key.len() + value.map_or(0, <[u8]>::len);
+            writes += 1;
             match value {
                 Some(value) => batch.insert(key, value),
                 None => batch.remove(key),
             }
         }
-        guarded(|| {
-            db.apply_batch(batch)?;
-            db.flush()?;
-            Ok(())
-        })?;
+        guarded(|| apply(db, batch, writes))?;
         log.sync_data().map_err(Fault::of_sync)?;
     }
     Ok(())

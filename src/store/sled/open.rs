@@ -27,6 +27,7 @@ use std::{
 
 use super::{
     super::fresh_epoch,
+    apply::apply,
     clock::to_ms,
     disk::sync_dir,
     fault::guarded,
@@ -361,12 +362,8 @@ fn settle(
         HighWater::create(&paths.high_water(), mark).map_err(io)?
     };
     let log = Arc::new(File::open(paths.sled().join("db")).map_err(io)?);
-    guarded(|| {
-        db.apply_batch(batch.into_batch())?;
-        db.flush()?;
-        Ok(())
-    })
-    .map_err(|fault| paths.unusable(fault))?;
+    let writes = batch.len();
+    guarded(|| apply(&db, batch.into_batch(), writes)).map_err(|fault| paths.unusable(fault))?;
     log.sync_all().map_err(io)?;
     for name in ["conf", "blobs"] {
         match File::open(paths.sled().join(name)) {

@@ -5,6 +5,7 @@ use std::sync::{Arc, PoisonError};
 use tokio::time::Instant;
 
 use super::{
+    apply::apply,
     committer::{Committer, Gathered},
     decide::unencodable,
     fault::{Fault, guarded},
@@ -95,11 +96,8 @@ impl Committer {
             .read()
             .unwrap_or_else(PoisonError::into_inner);
         let db = handle.as_ref().ok_or_else(Fault::closed)?;
-        guarded(|| {
-            db.apply_batch(writes.into_batch())?;
-            db.flush()?;
-            Ok(())
-        })?;
+        let count = writes.len();
+        guarded(|| apply(db, writes.into_batch(), count))?;
         if let Some(live) = &mut self.live {
             live.unsynced = true;
         }
