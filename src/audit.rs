@@ -25,6 +25,8 @@ const STRANGERS: u32 = 600;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Of an object's name that a caller chose, in characters.
 const MAX_OBJECT: usize = 256;
+/// Likewise of what is told beside it: a request has as many faults as its sender likes.
+const MAX_DETAIL: usize = 2000;
 
 /// The log. Clones write to the same one.
 #[derive(Clone, Debug, Default)]
@@ -62,7 +64,7 @@ pub struct Entry<'a> {
     pub object: Option<&'a str>,
     /// `OK`, or the reason of the error.
     pub outcome: &'a str,
-    /// More, where that helps.
+    /// More, where that helps; of more than 2,000 characters the first.
     pub detail: Option<&'a str>,
 }
 
@@ -82,7 +84,7 @@ struct Line<'a> {
     object: Option<String>,
     outcome: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
-    detail: Option<&'a str>,
+    detail: Option<String>,
 }
 
 impl Audit {
@@ -162,7 +164,9 @@ impl Audit {
                 .object
                 .map(|object| object.chars().take(MAX_OBJECT).collect()),
             outcome: entry.outcome,
-            detail: entry.detail,
+            detail: entry
+                .detail
+                .map(|detail| detail.chars().take(MAX_DETAIL).collect()),
         };
         let Ok(mut text) = serde_json::to_string(&line) else {
             return;
@@ -265,7 +269,11 @@ mod tests {
             audit.write_stranger(&entry("refused", &"x".repeat(10_000)));
         }
         // Others are still heard.
-        audit.write(&entry("drain", "r"));
+        let faults = "fault; ".repeat(20_000);
+        audit.write(&Entry {
+            detail: Some(&faults),
+            ..entry("register", "r")
+        });
         assert_eq!(lines(&path).len(), STRANGERS as usize + 1);
         assert!(std::fs::metadata(&path).unwrap().len() < 400 * 1024);
         tokio::time::advance(WINDOW).await;

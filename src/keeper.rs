@@ -157,7 +157,7 @@ impl Keeper {
                 _ = ticks.tick() => (false, false),
             };
             if let Err(error) = self.note(&mut written, pins_only).await {
-                warn!(%error, "where trajectories live cannot be noted; trying again");
+                warn!(%error, "replicas, and where trajectories live, cannot be noted; trying again");
                 if timeout(PAUSE, stop.cancelled()).await.is_ok() {
                     return;
                 }

@@ -621,7 +621,7 @@ mod suite {
                     rank,
                     url: Arc::clone(&url),
                     engine_rank: rank,
-                    gpu_uuids: vec![format!("GPU-{rank:032}")],
+                    gpu_uuids: (0..8).map(|n| format!("GPU-{n}-{rank:0100}")).collect(),
                     kv_capacity: 1000,
                     max_running: 4,
                 })
@@ -666,7 +666,8 @@ mod suite {
             Note::Pin(u128::MAX, Some(pin(2))),
             Note::Pin(3, Some(pin(3))),
             replica_of("small", 1),
-            replica_of("large", 400),
+            // As large as a registration may be.
+            replica_of("large", 1024),
             replica_of("gone", 200),
             Note::Condemned([5; 16], Some(until)),
             Note::Condemned([6; 16], Some(until)),
@@ -677,7 +678,7 @@ mod suite {
         assert_eq!(all.pins, [(1, pin(1)), (3, pin(3)), (u128::MAX, pin(2))]);
         let expected = ["gone", "large", "small"].map(|id| match id {
             "gone" => replica(id, 200),
-            "large" => replica(id, 400),
+            "large" => replica(id, 1024),
             _ => replica(id, 1),
         });
         assert_eq!(all.replicas, expected);

@@ -50,7 +50,9 @@ impl Faults {
     }
 }
 
-fn is_id(text: &str) -> bool {
+pub(super) const ID_RULE: &str = "must have 1 to 128 characters of [A-Za-z0-9._:-]";
+
+pub(super) fn is_id(text: &str) -> bool {
     (1..=MAX_ID).contains(&text.len())
         && text
             .bytes()
@@ -73,11 +75,7 @@ pub(super) fn facts(
     rules: &Rules,
 ) -> Result<ReplicaFacts, Error> {
     let mut faults = Faults::default();
-    faults.check(
-        is_id(&message.replica_id),
-        "replica_id",
-        "must have 1 to 128 characters of [A-Za-z0-9._:-]",
-    );
+    faults.check(is_id(&message.replica_id), "replica_id", ID_RULE);
     faults.check(
         (1..=MAX_ID).contains(&message.boot_id.len())
             && message.boot_id.bytes().all(|b| b.is_ascii_graphic()),

@@ -8,7 +8,7 @@ use super::{fleet::time, register, write};
 use crate::{
     auth::{Caller, Role},
     engine::egress::Egress,
-    error::Error,
+    error::{Error, Reason, Violation},
     fleet::{Beat, Fleet, Registered},
     ids::{Incarnation, ReplicaId, Target},
     listen::Peer,
@@ -99,6 +99,11 @@ impl ReplicaService for Replicas {
     ) -> Result<Response<proto::HeartbeatResponse>, Status> {
         let caller = Caller::of(&request);
         let message = request.into_inner();
+        if !register::is_id(&message.replica_id) {
+            // It is repeated to whoever speaks for one that is not known.
+            let fault = Violation::new("replica_id", register::ID_RULE);
+            return Err(Error::invalid(Reason::InvalidRequest, vec![fault]).into());
+        }
         let replica = ReplicaId::new(message.replica_id.clone());
         self.may_speak(&caller, &replica)
             .inspect_err(|error| caller.was_refused("heartbeat", replica.as_str(), error))?;

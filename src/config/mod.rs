@@ -128,6 +128,7 @@ impl Config {
             .max_header_bytes
             .unwrap_or(default.limits.header_bytes);
         let tls = tls(&options, &mut faults);
+        let any_network = options.engine_networks.is_none();
         let egress = Egress {
             networks: options
                 .engine_networks
@@ -135,7 +136,8 @@ impl Config {
             ports: options
                 .engine_ports
                 .map_or(default.egress.ports, |text| ports(&text, &mut faults)),
-            loopback: listen.ip().is_loopback(),
+            // Networks that are named are all that there are.
+            loopback: listen.ip().is_loopback() && any_network,
             ..Egress::default()
         };
         let config = Self {

@@ -93,8 +93,8 @@ pub struct Options {
     pub allow_unknown_vocabulary: Option<bool>,
 
     /// Networks in which engines may be, as "10.0.0.0/8,fd12::/16". Link-local and metadata
-    /// addresses are never called. [default: any; this machine's loopback only while listen is
-    /// a loopback address]
+    /// addresses are never called, this machine's loopback only where it is named. [default:
+    /// any; this machine's loopback while listen is a loopback address]
     #[arg(long, env = "BERTH_ENGINE_NETWORKS", value_name = "CIDR,...")]
     pub engine_networks: Option<String>,
 

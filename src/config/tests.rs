@@ -112,6 +112,12 @@ fn the_network_is_served_only_with_credentials() {
     let config = Config::resolve(toml::from_str(&known).unwrap()).unwrap();
     // Who serves a network does not find engines on its own machine unless told so.
     assert!(!config.egress.loopback);
+    // Nor does who names other networks: these are all.
+    let named = |text: &str| Config::resolve(toml::from_str(text).unwrap()).unwrap();
+    assert!(!named("engine-networks = \"10.0.0.0/8\"").egress.loopback);
+    let both = named("engine-networks = \"10.0.0.0/8,127.0.0.0/8\"").egress;
+    assert_eq!(both.check("127.0.0.1:30000".parse().unwrap()), Ok(()));
+    assert!(named("").egress.loopback);
     let admin = "admin-listen = \"0.0.0.0:7701\"";
     let error = Config::resolve(toml::from_str(admin).unwrap()).unwrap_err();
     assert!(error.to_string().contains("admin-listen"), "{error}");

@@ -26,8 +26,9 @@ use crate::{
     ids::{Incarnation, ReplicaId},
 };
 
-/// Parts of one note: enough for a replica with a thousand ranks.
-const MAX_PARTS: usize = 64;
+/// Parts of one note, 4 MB: a registration has at most 1 MiB, and a rank without an
+/// address of its own repeats the replica's here.
+const MAX_PARTS: usize = 1024;
 
 /// Before the bytes of each part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
