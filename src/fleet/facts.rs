@@ -149,3 +149,43 @@ pub enum ReportedState {
     /// Does not answer, or is not ready yet.
     Unhealthy,
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A replica of one rank, of which nothing special is known.
+    pub(crate) fn plain(id: &str, boot: &str) -> ReplicaFacts {
+        ReplicaFacts {
+            id: ReplicaId::new(id),
+            boot: BootId::new(boot),
+            url: "http://127.0.0.1:1".into(),
+            engine: EngineKind::Sglang,
+            engine_version: "0".to_owned(),
+            model: "m".into(),
+            vocab_size: None,
+            context_length: 100,
+            weight_version: "1".into(),
+            adapters: Vec::new(),
+            capabilities: Capabilities::default(),
+            accelerator: Accelerator::default(),
+            ranks: vec![plain_rank(0)],
+            page_size: 1,
+            logprob_mode: LogprobMode::Unknown,
+            labels: BTreeMap::new(),
+            engine_start: None,
+        }
+    }
+
+    /// One of its ranks.
+    pub(crate) fn plain_rank(rank: u32) -> RankFacts {
+        RankFacts {
+            rank,
+            url: "http://127.0.0.1:1".into(),
+            engine_rank: rank,
+            gpu_uuids: Vec::new(),
+            kv_capacity: 1000,
+            max_running: 0,
+        }
+    }
+}

@@ -39,10 +39,9 @@ impl Fleet {
     /// As [`Fleet::register`]; REPLICA_TAKEN where it is another's.
     pub async fn register_by(
         &self,
-        facts: ReplicaFacts,
+        mut facts: ReplicaFacts,
         principal: Option<Arc<str>>,
     ) -> Result<Registered, Error> {
-        let mut facts = facts;
         // Before the store keeps anything: a stranger must not fill it.
         {
             let state = self.lock();

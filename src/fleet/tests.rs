@@ -1,46 +1,24 @@
 //! Registration, heartbeats and leases, under paused time.
 
-use std::collections::BTreeMap;
-
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    facts::{Accelerator, Capabilities, EngineKind, RankFacts, ReplicaFacts},
+    facts::{
+        RankFacts, ReplicaFacts,
+        tests::{plain, plain_rank},
+    },
     *,
 };
-use crate::{call::LogprobMode, ids::BootId, store::memory::MemoryStore};
+use crate::{ids::BootId, store::memory::MemoryStore};
 
 fn fleet() -> Arc<Fleet> {
     Fleet::new(FleetConfig::default(), Arc::new(MemoryStore::default()))
 }
 
 fn facts(id: &str, boot: &str) -> ReplicaFacts {
-    let rank = |rank| RankFacts {
-        rank,
-        url: "http://127.0.0.1:1".into(),
-        engine_rank: rank,
-        gpu_uuids: Vec::new(),
-        kv_capacity: 1000,
-        max_running: 0,
-    };
     ReplicaFacts {
-        id: ReplicaId::new(id),
-        boot: BootId::new(boot),
-        url: "http://127.0.0.1:1".into(),
-        engine: EngineKind::Sglang,
-        engine_version: "0".to_owned(),
-        model: "m".into(),
-        vocab_size: None,
-        context_length: 100,
-        weight_version: "1".into(),
-        adapters: Vec::new(),
-        capabilities: Capabilities::default(),
-        accelerator: Accelerator::default(),
-        ranks: vec![rank(0), rank(1)],
-        page_size: 1,
-        logprob_mode: LogprobMode::Unknown,
-        labels: BTreeMap::new(),
-        engine_start: None,
+        ranks: vec![plain_rank(0), plain_rank(1)],
+        ..plain(id, boot)
     }
 }
 

@@ -1,13 +1,22 @@
 //! Replicas that come, go and are looked at.
 
-use berth::proto::{
-    DeregisterReplicaRequest, GetPinRequest, GetReplicaRequest, GetStatsRequest, HeartbeatRequest,
-    ListReplicasRequest, Logprobs, RegisterReplicaRequest, ReplicaHealth, SampleRequest,
-    replica_service_client::ReplicaServiceClient,
+use std::time::Duration;
+
+use berth::{
+    engine::sim::{Dialect, SimConfig, SimEngine, SimHandle},
+    fleet::facts::EngineKind,
+    proto::{
+        DeregisterReplicaRequest, GetPinRequest, GetReplicaRequest, GetStatsRequest,
+        HeartbeatRequest, ListReplicasRequest, Logprobs, RegisterReplicaRequest, ReplicaHealth,
+        SampleRequest, replica_service_client::ReplicaServiceClient,
+    },
+    sidecar::{Sidecar, SidecarConfig, SidecarError, Status},
 };
+use tokio::{sync::watch, task::JoinHandle};
+use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
-use crate::cluster::{Cluster, eventually, ids, instant, keyed, reason, refused, request};
+use crate::cluster::{Cluster, VOCAB, eventually, ids, instant, keyed, reason, refused, request};
 
 #[tokio::test]
 async fn an_operator_sees_what_a_replica_is() {
@@ -265,31 +274,62 @@ async fn health_is_told_by_the_standard_protocol() {
     cluster.stop().await;
 }
 
+/// A sidecar of its own beside an engine.
+struct Beside {
+    run: JoinHandle<Result<(), SidecarError>>,
+    status: watch::Receiver<Status>,
+    stop: CancellationToken,
+}
+
+fn beside(
+    cluster: &Cluster,
+    engine: &SimHandle,
+    id: &str,
+    change: impl FnOnce(&mut SidecarConfig),
+) -> Beside {
+    let mut config = SidecarConfig::new(cluster.playground.url(), engine.url(), id);
+    config.accelerator.ask_driver = false;
+    change(&mut config);
+    let sidecar = Sidecar::new(config).unwrap();
+    let (status, stop) = (sidecar.status(), CancellationToken::new());
+    Beside {
+        run: tokio::spawn(sidecar.run(stop.clone())),
+        status,
+        stop,
+    }
+}
+
+impl Beside {
+    /// The incarnation that it was given.
+    async fn registered(&mut self) -> u64 {
+        let status = self.status.wait_for(|status| status.incarnation.is_some());
+        status.await.unwrap().incarnation.unwrap()
+    }
+
+    async fn killed(self) {
+        self.run.abort();
+        let _ = self.run.await;
+    }
+}
+
 /// vLLM takes seconds over its first answer about itself. Until it comes, what needs
 /// no more is served; the rest is to be tried again, not given up. And a sidecar that
 /// is started anew, which hears everything at once, finds the start again.
 #[tokio::test]
 async fn an_engine_that_is_slow_to_tell_what_it_can_do_serves_what_it_surely_can() {
-    use berth::engine::sim::{Dialect, SimConfig, SimEngine};
-
     let cluster = Cluster::start(0, instant()).await;
     let engine = SimEngine::start(SimConfig {
         dialect: Dialect::Vllm,
-        info_delay: std::time::Duration::from_secs(3),
+        info_delay: Duration::from_secs(3),
         ..instant()
     })
     .await
     .unwrap();
     let start = || {
-        let mut config =
-            berth::sidecar::SidecarConfig::new(cluster.playground.url(), engine.url(), "v");
-        config.engine = berth::fleet::facts::EngineKind::Vllm;
-        config.vocab_size = Some(crate::cluster::VOCAB);
-        config.accelerator.ask_driver = false;
-        let sidecar = berth::sidecar::Sidecar::new(config).unwrap();
-        let status = sidecar.status();
-        let stop = tokio_util::sync::CancellationToken::new();
-        (tokio::spawn(sidecar.run(stop)), status)
+        beside(&cluster, &engine, "v", |config| {
+            config.engine = EngineKind::Vllm;
+            config.vocab_size = Some(VOCAB);
+        })
     };
     let fleet = &cluster.playground.server().parts().fleet;
     let incarnation = || fleet.get(&"v".into_id()).map(|v| v.incarnation);
@@ -300,7 +340,7 @@ async fn an_engine_that_is_slow_to_tell_what_it_can_do_serves_what_it_surely_can
         }),
         ..request(&ids(1, 16), 2)
     };
-    let (sidecar, _) = start();
+    let first_sidecar = start();
     eventually("it serves", async || {
         cluster.sample(request(&ids(0, 16), 2)).await.is_ok()
     })
@@ -318,13 +358,11 @@ async fn an_engine_that_is_slow_to_tell_what_it_can_do_serves_what_it_surely_can
     .await;
     assert_eq!(incarnation(), Some(first));
     // Killed, and another beside the same engine.
-    sidecar.abort();
-    let _ = sidecar.await;
-    let (sidecar, mut status) = start();
-    let registered = status.wait_for(|status| status.incarnation.is_some());
-    assert_eq!(registered.await.unwrap().incarnation, Some(first.0));
+    first_sidecar.killed().await;
+    let mut again = start();
+    assert_eq!(again.registered().await, first.0);
     assert_eq!(incarnation(), Some(first), "the same start");
-    sidecar.abort();
+    again.killed().await;
     engine.stop().await;
     cluster.stop().await;
 }
@@ -334,24 +372,12 @@ async fn an_engine_that_is_slow_to_tell_what_it_can_do_serves_what_it_surely_can
 #[tokio::test]
 async fn a_sidecar_restarted_again_and_again_is_taken_each_time() {
     let cluster = Cluster::start(0, instant()).await;
-    let engine = berth::engine::sim::SimEngine::start(instant())
-        .await
-        .unwrap();
+    let engine = SimEngine::start(instant()).await.unwrap();
     let fleet = &cluster.playground.server().parts().fleet;
     for round in 0..4 {
-        let mut config =
-            berth::sidecar::SidecarConfig::new(cluster.playground.url(), engine.url(), "s");
-        config.accelerator.ask_driver = false;
-        let sidecar = berth::sidecar::Sidecar::new(config).unwrap();
-        let mut status = sidecar.status();
-        let stop = tokio_util::sync::CancellationToken::new();
-        let run = tokio::spawn(sidecar.run(stop.clone()));
+        let mut sidecar = beside(&cluster, &engine, "s", |_| {});
         // Registered by this very sidecar, and routable.
-        status
-            .wait_for(|status| status.incarnation.is_some())
-            .await
-            .unwrap();
-        let incarnation = status.borrow().incarnation.unwrap();
+        let incarnation = sidecar.registered().await;
         eventually("it is routable", async || {
             fleet.get(&"s".into_id()).is_some_and(|s| {
                 s.incarnation.0 == incarnation && s.ranks.iter().all(|r| r.routable())
@@ -360,11 +386,10 @@ async fn a_sidecar_restarted_again_and_again_is_taken_each_time() {
         .await;
         cluster.sample(request(&ids(round, 16), 2)).await.unwrap();
         if round % 2 == 0 {
-            stop.cancel();
-            let _ = run.await;
+            sidecar.stop.cancel();
+            let _ = sidecar.run.await;
         } else {
-            run.abort();
-            let _ = run.await;
+            sidecar.killed().await;
         }
     }
     engine.stop().await;

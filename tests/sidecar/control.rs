@@ -156,6 +156,15 @@ impl FakeControl {
         }
     }
 
+    /// Waits for a registration; the first that came.
+    pub async fn hears_registration(&self) -> RegisterReplicaRequest {
+        self.hears("a registration", |control| {
+            !control.registrations().is_empty()
+        })
+        .await;
+        self.registrations().remove(0)
+    }
+
     /// Waits for a beat like this among those still to come.
     pub async fn hears_beat(&self, what: &str, wanted: impl Fn(&HeartbeatRequest) -> bool) {
         self.clear();

@@ -305,12 +305,7 @@ async fn a_directive_to_register_keeps_the_boot_id_and_one_to_drain_is_followed(
     let boot = control.registrations()[0].boot_id.clone();
     control.clear();
     control.direct(Directive::Reregister);
-    control
-        .hears("the registration", |control| {
-            !control.registrations().is_empty()
-        })
-        .await;
-    assert_eq!(control.registrations()[0].boot_id, boot);
+    assert_eq!(control.hears_registration().await.boot_id, boot);
     control.direct(Directive::Drain);
     control
         .hears_beat("draining, as it was told", |beat| {
@@ -524,11 +519,7 @@ async fn a_superseded_sidecar_whose_engine_restarted_registers_it() {
     engine.say(|says| says.server_info["startup_time"]["tokenizer_e2e"] = json!(1.25));
     control.clear();
     control.supersede("r1");
-    control
-        .hears("a registration", |control| {
-            !control.registrations().is_empty()
-        })
-        .await;
+    control.hears_registration().await;
     running.stops().await;
 }
 

@@ -1,6 +1,8 @@
 //! A sidecar beside vLLM: simulated servers, since they speak as the recorded ones
 //! do.
 
+use std::time::Duration;
+
 use berth::{
     call,
     engine::sim::{Dialect, PauseMode, SimConfig, SimEngine, SimHandle},
@@ -21,7 +23,7 @@ fn engine(dev_mode: bool) -> SimConfig {
         model: "tiny".into(),
         vocab_size: 32_000,
         max_running_requests: 64,
-        step: Some(std::time::Duration::from_millis(5)),
+        step: Some(Duration::from_millis(5)),
         weight_version: "7".into(),
         ..SimConfig::instant()
     }
@@ -179,30 +181,24 @@ async fn a_sidecar_that_is_restarted_does_not_make_a_running_engine_look_new() {
     running.stops().await;
     control.clear();
     let again = Running::start(config(&control, &engine));
-    control
-        .hears("the registration", |control| {
-            !control.registrations().is_empty()
-        })
-        .await;
-    assert_eq!(control.registrations()[0].boot_id, first.boot_id);
+    let told = control.hears_registration().await;
+    assert_eq!(told.boot_id, first.boot_id);
     again.stops().await;
     engine.stop().await;
 }
 
-/// Its first answer about its arguments takes seconds.
-fn slow_to_tell(info_delay: std::time::Duration) -> SimConfig {
+/// Its first answer about its arguments takes a second.
+fn slow_to_tell() -> SimConfig {
     SimConfig {
-        info_delay,
+        info_delay: Duration::from_secs(1),
         ..engine(true)
     }
 }
 
-const SECOND: std::time::Duration = std::time::Duration::from_secs(1);
-
 #[tokio::test]
 async fn what_an_engine_is_slow_to_tell_follows_the_registration() {
     let control = FakeControl::start().await;
-    let engine = SimEngine::start(slow_to_tell(SECOND)).await.unwrap();
+    let engine = SimEngine::start(slow_to_tell()).await.unwrap();
     let running = Running::start(config(&control, &engine));
     control
         .hears("a second registration", |control| {
@@ -224,12 +220,7 @@ async fn what_an_engine_is_slow_to_tell_follows_the_registration() {
     running.stops().await;
     control.clear();
     let again = Running::start(config(&control, &engine));
-    control
-        .hears("the registration", |control| {
-            !control.registrations().is_empty()
-        })
-        .await;
-    let third = control.registrations().remove(0);
+    let third = control.hears_registration().await;
     assert_eq!(third.engine_start, second.engine_start);
     assert_ne!(third.boot_id, second.boot_id);
     again.stops().await;
@@ -240,14 +231,9 @@ async fn what_an_engine_is_slow_to_tell_follows_the_registration() {
 #[tokio::test]
 async fn an_engine_that_restarts_before_it_has_told_everything_is_another() {
     let control = FakeControl::start().await;
-    let engine = SimEngine::start(slow_to_tell(SECOND)).await.unwrap();
+    let engine = SimEngine::start(slow_to_tell()).await.unwrap();
     let running = Running::start(config(&control, &engine));
-    control
-        .hears("a registration", |control| {
-            !control.registrations().is_empty()
-        })
-        .await;
-    let first = control.registrations().remove(0);
+    let first = control.hears_registration().await;
     assert!(first.capabilities.unwrap().more_follow);
     engine.kill().await;
     control

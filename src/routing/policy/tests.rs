@@ -19,10 +19,10 @@ use crate::routing::{Hints, Needs, Siblings, pins::PinView};
 use crate::{
     call::{LogprobMode, WeightsConstraint},
     fleet::{
-        facts::{Accelerator, AdapterFacts, Capabilities, EngineKind, RankFacts, ReplicaFacts},
+        facts::{AdapterFacts, RankFacts, ReplicaFacts, tests::plain},
         snapshot::{RankLoad, RankSlot, ReplicaView},
     },
-    ids::{BootId, Incarnation, ReplicaId, Target},
+    ids::{Incarnation, ReplicaId, Target},
 };
 
 /// A fleet that a test can change.
@@ -135,23 +135,10 @@ impl Fleet {
 
 fn replica_facts(id: &str, rank: RankFacts) -> ReplicaFacts {
     ReplicaFacts {
-        id: ReplicaId::new(id),
-        boot: BootId::new("b"),
-        url: "http://127.0.0.1:1".into(),
-        engine: EngineKind::Sglang,
-        engine_version: String::new(),
-        model: "m".into(),
-        vocab_size: None,
         context_length: 16_384,
-        weight_version: "1".into(),
-        adapters: Vec::new(),
-        capabilities: Capabilities::default(),
-        accelerator: Accelerator::default(),
         ranks: vec![rank],
-        page_size: 1,
         logprob_mode: LogprobMode::Processed,
-        labels: Default::default(),
-        engine_start: None,
+        ..plain(id, "b")
     }
 }
 

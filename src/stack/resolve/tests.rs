@@ -1,45 +1,26 @@
 //! What the fleet has to say about a request.
 
-use std::{collections::BTreeMap, num::NonZeroU32};
+use std::num::NonZeroU32;
 
 use super::*;
 use crate::{
     call::{LogprobMode, LogprobsWanted, Sampling, WeightsConstraint},
     fleet::{
         FleetConfig,
-        facts::{Accelerator, Capabilities, EngineKind, RankFacts, ReplicaFacts},
+        facts::{EngineKind, ReplicaFacts, tests::plain},
     },
-    ids::{BootId, ReplicaId},
+    ids::ReplicaId,
     stack::testing::call,
     store::memory::MemoryStore,
 };
 
 fn facts(id: &str, model: &str) -> ReplicaFacts {
     ReplicaFacts {
-        id: ReplicaId::new(id),
-        boot: BootId::new("boot"),
-        url: "http://127.0.0.1:1".into(),
-        engine: EngineKind::Sglang,
-        engine_version: String::new(),
         model: model.into(),
         vocab_size: NonZeroU32::new(1000),
-        context_length: 100,
         weight_version: "7".into(),
-        adapters: Vec::new(),
-        capabilities: Capabilities::default(),
-        accelerator: Accelerator::default(),
-        ranks: vec![RankFacts {
-            rank: 0,
-            url: "http://127.0.0.1:1".into(),
-            engine_rank: 0,
-            gpu_uuids: Vec::new(),
-            kv_capacity: 1000,
-            max_running: 0,
-        }],
-        page_size: 1,
         logprob_mode: LogprobMode::Processed,
-        labels: BTreeMap::new(),
-        engine_start: None,
+        ..plain(id, "boot")
     }
 }
 

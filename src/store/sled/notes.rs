@@ -273,31 +273,15 @@ mod tests {
     };
 
     use super::*;
-    use crate::{
-        call::LogprobMode,
-        fleet::facts::{Accelerator, Capabilities, EngineKind},
-        ids::BootId,
-    };
+    use crate::{call::LogprobMode, fleet::facts::tests::plain};
 
     fn note() -> ReplicaNote {
         let facts = ReplicaFacts {
-            id: ReplicaId::new("a"),
-            boot: BootId::new("boot"),
-            url: "http://127.0.0.1:1".into(),
-            engine: EngineKind::Sglang,
-            engine_version: "1".to_owned(),
-            model: "m".into(),
-            vocab_size: None,
-            context_length: 100,
-            weight_version: "1".into(),
-            adapters: Vec::new(),
-            capabilities: Capabilities::default(),
-            accelerator: Accelerator::default(),
             ranks: Vec::new(),
-            page_size: 1,
             logprob_mode: LogprobMode::Raw,
             labels: BTreeMap::from([("k".to_owned(), "v".to_owned())]),
             engine_start: Some("s1".to_owned()),
+            ..plain("a", "boot")
         };
         ReplicaNote {
             facts,

@@ -6,48 +6,22 @@ use futures_util::StreamExt;
 
 use super::*;
 use crate::{
-    call::LogprobMode,
     fleet::{
         Beat, FleetConfig,
         drain::DrainOrder,
-        facts::{
-            Accelerator, Capabilities, EngineKind, RankFacts, RankReport, ReplicaFacts,
-            ReportedState,
-        },
+        facts::{RankReport, ReplicaFacts, ReportedState, tests::plain},
     },
-    ids::{BootId, ReplicaId},
+    ids::ReplicaId,
     store::memory::MemoryStore,
 };
 
 fn facts(id: &str) -> ReplicaFacts {
     ReplicaFacts {
-        id: ReplicaId::new(id),
-        boot: BootId::new("boot"),
-        url: "http://127.0.0.1:1".into(),
-        engine: EngineKind::Sglang,
-        engine_version: "0".to_owned(),
-        model: "m".into(),
-        vocab_size: None,
-        context_length: 100,
-        weight_version: "1".into(),
-        adapters: Vec::new(),
-        capabilities: Capabilities::default(),
-        accelerator: Accelerator::default(),
-        ranks: vec![RankFacts {
-            rank: 0,
-            url: "http://127.0.0.1:1".into(),
-            engine_rank: 0,
-            gpu_uuids: Vec::new(),
-            kv_capacity: 1000,
-            max_running: 0,
-        }],
-        page_size: 1,
-        logprob_mode: LogprobMode::Unknown,
         labels: [("b", "2"), ("a", "1")]
             .map(|(k, v)| (k.to_owned(), v.to_owned()))
             .into_iter()
             .collect::<BTreeMap<_, _>>(),
-        engine_start: None,
+        ..plain(id, "boot")
     }
 }
 
