@@ -20,6 +20,7 @@ pub mod harness;
 pub mod ids;
 pub mod keeper;
 pub mod listen;
+mod listing;
 pub mod proto;
 pub mod routing;
 pub mod server;

@@ -3,9 +3,13 @@
 use std::{collections::BTreeMap, io::IsTerminal, time::Duration};
 
 use serde_json::{Value, json};
+use tonic::Response;
 
 use super::operator::{self, Connection, Failure, Operator, health, in_flight, seconds, table};
-use crate::proto::{FleetRank, ListReplicasRequest, RankAffinity, Replica, WatchFleetRequest};
+use crate::{
+    listing,
+    proto::{FleetRank, RankAffinity, Replica, WatchFleetRequest},
+};
 
 /// Load is shown as new as this.
 const LOAD_INTERVAL: Duration = Duration::from_secs(1);
@@ -38,11 +42,9 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     if args.watch {
         return watch(&operator, &args).await;
     }
-    let request = ListReplicasRequest {
-        model: args.model.clone(),
-    };
-    let mut client = operator.client.clone();
-    let replicas = operator.call(client.list_replicas(request)).await?.replicas;
+    let all = listing::replicas(operator.client.clone(), args.model.clone());
+    let all = async { all.await.map(Response::new) };
+    let replicas = operator.call(all).await?;
     if args.json {
         operator::print_json(&json!({"replicas": values(replicas.iter())}), false)?;
     } else {

@@ -141,6 +141,11 @@ impl Config {
                 "max-replicas-per-principal",
                 self.fleet.max_replicas_per_principal,
             ),
+            ("max-ranks", self.fleet.max_ranks),
+            (
+                "max-ranks-per-principal",
+                self.fleet.max_ranks_per_principal,
+            ),
         ] {
             check(
                 (1..=65_536).contains(&value),

@@ -189,6 +189,10 @@ impl Config {
                 max_replicas_per_principal: options
                     .max_replicas_per_principal
                     .unwrap_or(default.fleet.max_replicas_per_principal),
+                max_ranks: options.max_ranks.unwrap_or(default.fleet.max_ranks),
+                max_ranks_per_principal: options
+                    .max_ranks_per_principal
+                    .unwrap_or(default.fleet.max_ranks_per_principal),
                 drain_grace: options.drain_grace.unwrap_or(default.fleet.drain_grace),
                 ..default.fleet
             },

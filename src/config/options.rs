@@ -111,6 +111,16 @@ pub struct Options {
     #[arg(long, env = "BERTH_MAX_REPLICAS_PER_PRINCIPAL", value_name = "N")]
     pub max_replicas_per_principal: Option<usize>,
 
+    /// Ranks of all replicas that are known; a newcomer takes the places of the dead.
+    /// [default: 8192]
+    #[arg(long, env = "BERTH_MAX_RANKS", value_name = "N")]
+    pub max_ranks: Option<usize>,
+
+    /// Of those, the ones of replicas that one principal registered. Without credentials it
+    /// bounds nobody. [default: 2048]
+    #[arg(long, env = "BERTH_MAX_RANKS_PER_PRINCIPAL", value_name = "N")]
+    pub max_ranks_per_principal: Option<usize>,
+
     /// Trajectories may take turns at a replica that drains for so long, where neither the
     /// operator nor the sidecar says it; then they move at their next turn. [default: 30s]
     #[arg(long, env = "BERTH_DRAIN_GRACE", value_name = "TIME", value_parser = time)]
@@ -151,7 +161,7 @@ pub struct Options {
     #[serde(default, deserialize_with = "time_option")]
     pub move_margin: Option<Duration>,
 
-    /// Longer trajectories never move, in tokens. [default: 16384]
+    /// Longer trajectories never move, in tokens. [default: 8192]
     #[arg(long, env = "BERTH_MOVE_MAX_CONTEXT", value_name = "N")]
     pub move_max_context: Option<u32>,
 
@@ -184,7 +194,7 @@ pub struct Options {
     #[arg(long, env = "BERTH_MAX_IN_FLIGHT", value_name = "N")]
     pub max_in_flight: Option<u64>,
 
-    /// Of one tenant. [default: 16384]
+    /// Of one tenant. [default: 8192]
     #[arg(long, env = "BERTH_TENANT_MAX_IN_FLIGHT", value_name = "N")]
     pub tenant_max_in_flight: Option<u64>,
 
@@ -231,7 +241,7 @@ pub struct Options {
     #[serde(default, deserialize_with = "time_option")]
     pub body_timeout: Option<Duration>,
 
-    /// Bytes of one request's headers, 32 for each included, on both ports. [default: 16384]
+    /// Bytes of one request's headers, 32 for each included, on both ports. [default: 8192]
     #[arg(long, env = "BERTH_MAX_HEADER_BYTES", value_name = "N")]
     pub max_header_bytes: Option<u32>,
 
@@ -388,6 +398,10 @@ impl Options {
             max_replicas_per_principal: self
                 .max_replicas_per_principal
                 .or(other.max_replicas_per_principal),
+            max_ranks: self.max_ranks.or(other.max_ranks),
+            max_ranks_per_principal: self
+                .max_ranks_per_principal
+                .or(other.max_ranks_per_principal),
             drain_grace: self.drain_grace.or(other.drain_grace),
             load_factor: self.load_factor.or(other.load_factor),
             pin_ttl: self.pin_ttl.or(other.pin_ttl),

@@ -29,7 +29,8 @@ fn all_faults_are_told_at_once() {
          max-prefix-blocks = 0\notlp-endpoint = \"https://u:p@collector:4317\"\n\
          otlp-sample-ratio = 1.5\nmax-connections = 0\nidle-timeout = \"1ms\"\n\
          max-header-bytes = 10\nmax-unfinished-bytes = 1\nmax-control-frames = 1\n\
-         admin-max-connections-per-address = 0\nmax-replicas-per-principal = 0",
+         admin-max-connections-per-address = 0\nmax-replicas-per-principal = 0\n\
+         max-ranks = 0\nmax-ranks-per-principal = 0",
     )
     .unwrap();
     let error = Config::resolve(options).unwrap_err().to_string();
@@ -51,6 +52,8 @@ fn all_faults_are_told_at_once() {
         "max-control-frames",
         "admin-max-connections-per-address",
         "max-replicas-per-principal",
+        "max-ranks:",
+        "max-ranks-per-principal",
     ] {
         assert!(error.contains(option), "{option} in {error}");
     }

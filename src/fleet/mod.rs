@@ -19,6 +19,7 @@ mod passive;
 pub(crate) mod probe;
 mod register;
 pub mod restart;
+mod room;
 pub mod signs;
 pub mod snapshot;
 mod sweep;
@@ -26,6 +27,7 @@ pub mod verified;
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    ops::Bound,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -69,6 +71,10 @@ pub struct FleetConfig {
     /// Of those, the ones that one principal registered, dead ones included: its
     /// newcomers beyond take the place of its own dead.
     pub max_replicas_per_principal: usize,
+    /// Ranks of all replicas that are known, dead ones included.
+    pub max_ranks: usize,
+    /// Of those, the ones of replicas that one principal registered.
+    pub max_ranks_per_principal: usize,
     /// So long pinned keys may stay at a replica that drains, where neither the
     /// operator nor the sidecar says it. At most [`drain::MAX_GRACE`].
     pub drain_grace: Duration,
@@ -83,6 +89,9 @@ impl Default for FleetConfig {
             max_replicas: 4096,
             // One principal's mistake or malice leaves room for the others.
             max_replicas_per_principal: 1024,
+            max_ranks: 8192,
+            // Who takes them all and comes and goes costs milliseconds each time.
+            max_ranks_per_principal: 2048,
             drain_grace: Duration::from_secs(30),
         }
     }
@@ -314,6 +323,18 @@ impl Fleet {
             .replicas
             .values()
             .map(|e| e.status(now, &self.config.lease))
+            .collect()
+    }
+
+    /// The first replicas behind this one in order of their ids, so many at most.
+    pub fn list_after(&self, after: Option<&ReplicaId>, most: usize) -> Vec<ReplicaStatus> {
+        let now = Instant::now();
+        let from = after.map_or(Bound::Unbounded, Bound::Excluded);
+        self.lock()
+            .replicas
+            .range::<ReplicaId, _>((from, Bound::Unbounded))
+            .take(most)
+            .map(|(_, entry)| entry.status(now, &self.config.lease))
             .collect()
     }
 

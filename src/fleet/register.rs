@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use tracing::info;
 
 use super::{
-    Fleet, FleetConfig, Registered, State,
+    Fleet, Registered, State,
     drain::Stage,
     entry::Entry,
     facts::ReplicaFacts,
@@ -26,8 +26,8 @@ impl Fleet {
     ///
     /// # Errors
     /// INCARNATION_DEAD when this very start was declared dead,
-    /// STALE_INCARNATION when a newer one is known, FLEET_FULL when as many replicas
-    /// live as are allowed, in all or of one principal, and what the store says.
+    /// STALE_INCARNATION when a newer one is known, FLEET_FULL when as many replicas or
+    /// ranks live as are allowed, in all or of one principal, and what the store says.
     pub async fn register(&self, facts: ReplicaFacts) -> Result<Registered, Error> {
         self.register_by(facts, None).await
     }
@@ -49,7 +49,7 @@ impl Fleet {
             if let Some(boot) = state.name_of_start(&facts) {
                 facts.boot = boot;
             }
-            state.whose_place(&facts.id, principal.as_deref(), &self.config)?;
+            state.room(&facts, principal.as_deref(), &self.config)?;
         }
         let grant = self
             .store
@@ -64,7 +64,7 @@ impl Fleet {
         let mut state = self.lock();
         // Another may have been first meanwhile.
         state.permits(&facts.id, principal.as_deref())?;
-        if let Some(known) = state.replicas.get_mut(&facts.id) {
+        if let Some(known) = state.replicas.get(&facts.id) {
             if known.incarnation > grant.incarnation {
                 return Err(stale(&facts.id, grant.incarnation, known.incarnation));
             }
@@ -72,24 +72,14 @@ impl Fleet {
                 if known.lease.liveness() == Liveness::Dead {
                     return Err(dead(&facts.id, grant.incarnation));
                 }
-                known.lease.heard(now, &self.config.lease);
-                known.owner = principal.or(known.owner.take());
-                if known.facts() != &facts {
-                    let slots = known.slots_for(&facts.ranks);
-                    let slots = fill_slots(&mut state.next_slot, slots);
-                    if let Some(known) = state.replicas.get_mut(&facts.id) {
-                        known.replace_facts(facts, slots, now);
-                    }
-                }
-                self.publish(&mut state);
-                return Ok(self.registered(grant.incarnation));
+                return self.again(&mut state, facts, grant.incarnation, principal);
             }
         }
         if state.is_buried(&facts.id, grant.incarnation) {
             return Err(dead(&facts.id, grant.incarnation));
         }
         // Again: others may have come meanwhile.
-        if let Place::Of(gone) = state.whose_place(&facts.id, principal.as_deref(), &self.config)? {
+        for gone in state.room(&facts, principal.as_deref(), &self.config)? {
             state.bury(&gone, &self.config);
         }
         info!(
@@ -111,6 +101,36 @@ impl Fleet {
         state.replicas.insert(id, entry);
         self.publish(&mut state);
         Ok(self.registered(grant.incarnation))
+    }
+
+    /// The start that is known already says it again, maybe with other facts.
+    fn again(
+        &self,
+        state: &mut State,
+        facts: ReplicaFacts,
+        incarnation: Incarnation,
+        principal: Option<Arc<str>>,
+    ) -> Result<Registered, Error> {
+        let now = Instant::now();
+        let gone = state.room(&facts, principal.as_deref(), &self.config)?;
+        let Some(known) = state.replicas.get_mut(&facts.id) else {
+            return Ok(self.registered(incarnation));
+        };
+        let returned = known.lease.heard(now, &self.config.lease);
+        known.owner = principal.or(known.owner.take());
+        let changed = known.facts() != &facts;
+        if changed {
+            let slots = known.slots_for(&facts.ranks);
+            let slots = fill_slots(&mut state.next_slot, slots);
+            known.replace_facts(facts, slots, now);
+        }
+        for gone in &gone {
+            state.bury(gone, &self.config);
+        }
+        if returned || changed || !gone.is_empty() {
+            self.publish(state);
+        }
+        Ok(self.registered(incarnation))
     }
 
     pub(super) fn registered(&self, incarnation: Incarnation) -> Registered {
@@ -225,85 +245,11 @@ impl State {
         same.then(|| known.facts().boot.clone())
     }
 
-    /// Where a replica that registers is put. A principal beyond its own bound takes
-    /// the place of one of its own.
-    ///
-    /// # Errors
-    /// FLEET_FULL.
-    fn whose_place(
-        &self,
-        replica: &ReplicaId,
-        principal: Option<&str>,
-        config: &FleetConfig,
-    ) -> Result<Place, Error> {
-        let known = self.replicas.get(replica);
-        if let Some(principal) = principal {
-            // What was nobody's is not new: an upgrade and a restart refuse nobody.
-            let new = known
-                .is_none_or(|entry| entry.owner.as_deref().is_some_and(|own| own != principal));
-            let of_principal = |entry: &Entry| entry.owner.as_deref() == Some(principal);
-            let most = config.max_replicas_per_principal;
-            if new && self.replicas.values().filter(|e| of_principal(e)).count() >= most {
-                let dead = self.longest_dead(of_principal);
-                return dead
-                    .map(Place::Of)
-                    .ok_or_else(|| full_of_principal(principal, most));
-            }
-        }
-        if known.is_some() || self.replicas.len() < config.max_replicas {
-            return Ok(Place::Free);
-        }
-        let dead = self.longest_dead(|_| true);
-        dead.map(Place::Of).ok_or_else(|| full(config))
-    }
-
-    /// Of the dead, those go last whose next start an operator has drained beforehand.
-    fn longest_dead(&self, of: impl Fn(&Entry) -> bool) -> Option<ReplicaId> {
-        let dead = self.replicas.iter().filter_map(|(replica, entry)| {
-            let died_at = entry.died_at.filter(|_| of(entry))?;
-            Some((entry.drains.holds(), died_at, replica))
-        });
-        dead.min().map(|(_, _, replica)| replica.clone())
-    }
-
     pub(super) fn is_buried(&self, replica: &ReplicaId, incarnation: Incarnation) -> bool {
         self.buried
             .iter()
             .any(|(other, dead)| other == replica && *dead >= incarnation)
     }
-}
-
-/// Where a replica is put.
-#[derive(Debug, PartialEq, Eq)]
-enum Place {
-    /// It has one, or there is one.
-    Free,
-    /// That of this one, which has been dead for longest.
-    Of(ReplicaId),
-}
-
-fn full(config: &FleetConfig) -> Error {
-    Error::new(
-        Reason::FleetFull,
-        format!(
-            "{} replicas are registered and live, as many as are allowed: start the control \
-             plane with a higher max-replicas, or end replicas that are not wanted; this one \
-             may register as soon as one has left or is dead",
-            config.max_replicas
-        ),
-    )
-}
-
-fn full_of_principal(principal: &str, most: usize) -> Error {
-    Error::new(
-        Reason::FleetFull,
-        format!(
-            "{most} replicas that {principal} registered live, as many as one principal may \
-             have: start the control plane with a higher max-replicas-per-principal, give \
-             other sidecars credentials of another principal, or end replicas that are not \
-             wanted; this one may register as soon as one of them has left or is dead"
-        ),
-    )
 }
 
 /// Why an entry is dead that took its leave.

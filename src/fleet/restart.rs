@@ -56,12 +56,20 @@ impl Fleet {
         {
             let now = (Instant::now(), SystemTime::now());
             let mut state = self.lock();
+            let mut left = 0_usize;
+            let known = state.replicas.values();
+            let mut ranks: usize = known.map(|entry| entry.facts().ranks.len()).sum();
             for note in notes {
-                if state.replicas.len() >= self.config.max_replicas
-                    || state.replicas.contains_key(&note.facts.id)
-                {
+                if state.replicas.contains_key(&note.facts.id) {
                     continue;
                 }
+                let with = ranks + note.facts.ranks.len();
+                if state.replicas.len() >= self.config.max_replicas || with > self.config.max_ranks
+                {
+                    left += 1;
+                    continue;
+                }
+                ranks = with;
                 let slots = vec![None; note.facts.ranks.len()];
                 let slots = fill_slots(&mut state.next_slot, slots);
                 let mut urls: Vec<Arc<str>> = note
@@ -75,6 +83,13 @@ impl Fleet {
                 let id = note.facts.id.clone();
                 asked.push((id.clone(), note.incarnation, urls));
                 state.replicas.insert(id, Entry::restored(note, slots, now));
+            }
+            if left > 0 {
+                warn!(
+                    replicas = left,
+                    "max-replicas and max-ranks are lower than before: replicas that were \
+                     registered are left out, and refused as long as the fleet is full"
+                );
             }
             self.publish(&mut state);
         }

@@ -10,8 +10,9 @@ use tonic_types::StatusExt;
 
 use crate::{
     auth::client::{Access, Wire, unsent},
+    listing,
     proto::{
-        FinishTrajectoryRequest, ListReplicasRequest, Replica, SampleRequest, SampleResponse,
+        FinishTrajectoryRequest, Replica, SampleRequest, SampleResponse,
         fleet_service_client::FleetServiceClient, sampling_service_client::SamplingServiceClient,
     },
 };
@@ -68,11 +69,9 @@ impl Client {
         &self,
         model: Option<String>,
     ) -> anyhow::Result<Vec<Replica>> {
-        let mut fleet =
-            FleetServiceClient::new(self.channel(0)?).max_decoding_message_size(MAX_RESPONSE_BYTES);
-        let call = fleet.list_replicas(ListReplicasRequest { model });
-        match tokio::time::timeout(FLEET_TIMEOUT, call).await {
-            Ok(Ok(response)) => Ok(response.into_inner().replicas),
+        let fleet = FleetServiceClient::new(self.channel(0)?);
+        match tokio::time::timeout(FLEET_TIMEOUT, listing::replicas(fleet, model)).await {
+            Ok(Ok(replicas)) => Ok(replicas),
             Ok(Err(status)) => bail!("ListReplicas: {}", describe(&status)),
             Err(_) => bail!("ListReplicas: no answer within {FLEET_TIMEOUT:?}"),
         }

@@ -411,7 +411,10 @@ impl pb::fleet_service_server::FleetService for Service {
         _: Request<pb::ListReplicasRequest>,
     ) -> Result<Response<pb::ListReplicasResponse>, Status> {
         let replicas = self.0.list();
-        Ok(Response::new(pb::ListReplicasResponse { replicas }))
+        Ok(Response::new(pb::ListReplicasResponse {
+            replicas,
+            ..Default::default()
+        }))
     }
 
     async fn get_replica(

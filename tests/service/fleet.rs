@@ -6,9 +6,10 @@ use berth::{
     engine::sim::{Dialect, SimConfig, SimEngine, SimHandle},
     fleet::facts::EngineKind,
     proto::{
-        DeregisterReplicaRequest, GetPinRequest, GetReplicaRequest, GetStatsRequest,
-        HeartbeatRequest, ListReplicasRequest, Logprobs, RegisterReplicaRequest, ReplicaHealth,
-        SampleRequest, replica_service_client::ReplicaServiceClient,
+        Adapter, DeregisterReplicaRequest, GetPinRequest, GetReplicaRequest, GetStatsRequest,
+        HeartbeatRequest, ListReplicasRequest, Logprobs, Rank, RegisterReplicaRequest,
+        ReplicaHealth, SampleRequest, fleet_service_client::FleetServiceClient,
+        register_replica_request::Address, replica_service_client::ReplicaServiceClient,
     },
     sidecar::{Sidecar, SidecarConfig, SidecarError, Status},
 };
@@ -62,6 +63,7 @@ async fn an_operator_sees_what_a_replica_is() {
         .operator()
         .list_replicas(ListReplicasRequest {
             model: Some("other".to_owned()),
+            ..ListReplicasRequest::default()
         })
         .await
         .unwrap();
@@ -167,6 +169,77 @@ async fn incarnations_survive_a_restart_of_the_control_plane() {
     let second = register("b").await;
     assert_eq!(first, same);
     assert!(second > first);
+}
+
+/// With what stock clients decode at most.
+#[tokio::test]
+async fn a_list_comes_page_by_page() {
+    let cluster = Cluster::start(0, instant()).await;
+    let mut replicas = ReplicaServiceClient::new(cluster.channel.clone());
+    let mut operator = FleetServiceClient::new(cluster.channel.clone());
+    for n in 0..30 {
+        // One that is large, and two that are not.
+        let adapters = if n % 3 == 0 { 1024 } else { 0 };
+        let adapter = |nth: usize| Adapter {
+            name: format!("{nth:0250}"),
+            ..Adapter::default()
+        };
+        let message = RegisterReplicaRequest {
+            replica_id: format!("r{n:02}"),
+            boot_id: "b".to_owned(),
+            address: Some(Address::Endpoint("http://127.0.0.1:9999".to_owned())),
+            engine: berth::proto::EngineKind::Sglang.into(),
+            model: format!("m{}", n % 2),
+            vocab_size: 10,
+            context_length: 10,
+            page_size: 1,
+            adapters: (0..adapters).map(adapter).collect(),
+            ranks: vec![Rank {
+                kv_capacity_tokens: 10,
+                ..Rank::default()
+            }],
+            ..RegisterReplicaRequest::default()
+        };
+        replicas.register_replica(message).await.unwrap();
+    }
+    let mut pages = async |model: Option<&str>, page_size: u32| {
+        let mut sizes = Vec::new();
+        let mut ids = Vec::new();
+        let mut page_token = String::new();
+        loop {
+            let request = ListReplicasRequest {
+                model: model.map(str::to_owned),
+                page_size,
+                page_token,
+            };
+            let page = operator.list_replicas(request).await.unwrap().into_inner();
+            sizes.push(page.replicas.len());
+            ids.extend(page.replicas.into_iter().map(|r| r.replica_id));
+            page_token = page.next_page_token;
+            if page_token.is_empty() {
+                return (ids, sizes);
+            }
+        }
+    };
+    let all: Vec<String> = (0..30).map(|n| format!("r{n:02}")).collect();
+    let odd: Vec<String> = all.iter().skip(1).step_by(2).cloned().collect();
+    // 2.7 MB do not fit into one.
+    let (ids, sizes) = pages(None, 0).await;
+    assert_eq!((&ids, sizes.len()), (&all, 2), "{sizes:?}");
+    assert_eq!(pages(None, 4000).await, (ids, sizes));
+    let (ids, sizes) = pages(None, 7).await;
+    assert_eq!((ids, sizes), (all, vec![7, 7, 7, 7, 2]));
+    let (ids, sizes) = pages(Some("m1"), 10).await;
+    assert_eq!((ids, sizes), (odd, vec![10, 5]));
+    assert_eq!(pages(Some("nobody's"), 10).await, (vec![], vec![0]));
+
+    let request = ListReplicasRequest {
+        page_token: "no token of ours".to_owned(),
+        ..ListReplicasRequest::default()
+    };
+    let status = operator.list_replicas(request).await.unwrap_err();
+    assert_eq!(reason(&status), "INVALID_REQUEST");
+    cluster.stop().await;
 }
 
 #[tokio::test]

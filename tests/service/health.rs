@@ -499,7 +499,11 @@ async fn engines_whose_sidecars_are_all_silent_serve_on_and_keep_their_keys() {
     for key in 0..8 {
         homes.push(turn(key).await);
     }
-    // Twice as long as it takes to be dead.
+    // Twice as long as it takes to be dead, once both are suspect: while only one is,
+    // its keys are the other's to serve.
+    let fleet = &cluster.playground.server().parts().fleet;
+    let suspect = || fleet.list().iter().all(|r| r.health == Health::Suspect);
+    eventually("both are suspect", async || suspect()).await;
     let end = tokio::time::Instant::now() + interval * 12;
     while tokio::time::Instant::now() < end {
         for (key, home) in (0..).zip(&homes) {
@@ -507,7 +511,6 @@ async fn engines_whose_sidecars_are_all_silent_serve_on_and_keep_their_keys() {
         }
         tokio::time::sleep(20 * MS).await;
     }
-    let fleet = &cluster.playground.server().parts().fleet;
     for replica in fleet.list() {
         assert_eq!(replica.health, Health::Suspect, "{}", replica.reason);
     }

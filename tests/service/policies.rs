@@ -34,7 +34,7 @@ async fn counter(cluster: &Cluster, name: &str) -> u64 {
 }
 
 async fn ranks(cluster: &Cluster) -> Vec<FleetRank> {
-    let request = ListReplicasRequest { model: None };
+    let request = ListReplicasRequest::default();
     let list = cluster.operator().list_replicas(request).await.unwrap();
     let replicas = list.into_inner().replicas;
     replicas.into_iter().flat_map(|r| r.ranks).collect()

@@ -235,9 +235,7 @@ async fn what_is_said_of_whether_pins_hold_ends_with_the_replica() {
         assert_eq!(labels, ["rank", "replica"], "{name}");
     }
     let mut fleet = FleetServiceClient::new(plane.channel.clone());
-    let replicas = fleet
-        .list_replicas(ListReplicasRequest { model: None })
-        .await;
+    let replicas = fleet.list_replicas(ListReplicasRequest::default()).await;
     let start = replicas.unwrap().into_inner().replicas[0].incarnation;
     let leave = DeregisterReplicaRequest {
         replica_id: "r".to_owned(),

@@ -1,6 +1,7 @@
 //! `FleetService`.
 
 mod message;
+mod pages;
 mod purge;
 mod watch;
 
@@ -77,16 +78,8 @@ impl FleetService for FleetView {
         &self,
         request: Request<proto::ListReplicasRequest>,
     ) -> Result<Response<proto::ListReplicasResponse>, Status> {
-        let model = request.into_inner().model;
-        let replicas = self
-            .parts
-            .fleet
-            .list()
-            .into_iter()
-            .filter(|r| model.as_deref().is_none_or(|m| *r.facts.model == *m))
-            .map(replica)
-            .collect();
-        Ok(Response::new(proto::ListReplicasResponse { replicas }))
+        let page = pages::list(&self.parts.fleet, request.into_inner())?;
+        Ok(Response::new(page))
     }
 
     async fn get_replica(

@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::message::replica;
+use super::{message::replica, pages::PAGE_BYTES};
 use crate::{
     error::{Error, Reason},
     fleet::Fleet,
@@ -44,11 +44,6 @@ const LEAST_PAUSE: Duration = Duration::from_millis(100);
 /// A watch is silent for at most so long: proxies cut calls that are silent for
 /// longer.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
-
-/// Replicas of one message: with 1,024 ranks each it stays below what stock
-/// clients decode.
-const REPLICAS_PER_MESSAGE: usize = 64;
-const RANKS_PER_MESSAGE: usize = 4096;
 
 /// Those who watch.
 #[derive(Debug, Default)]
@@ -233,26 +228,35 @@ fn messages(
     changed: Vec<proto::Replica>,
     removed: Vec<String>,
 ) -> VecDeque<proto::WatchFleetResponse> {
-    let mut messages = VecDeque::new();
-    let mut piece = proto::WatchFleetResponse {
-        removed,
-        ..Default::default()
-    };
-    let mut ranks = 0;
+    let mut pieces = Pieces::default();
+    for id in removed {
+        pieces.room_for(id.len()).removed.push(id);
+    }
     for replica in changed {
-        if piece.replicas.len() >= REPLICAS_PER_MESSAGE
-            || (ranks > 0 && ranks + replica.ranks.len() > RANKS_PER_MESSAGE)
-        {
-            messages.push_back(std::mem::take(&mut piece));
-            ranks = 0;
+        let bytes = replica.encoded_len();
+        pieces.room_for(bytes).replicas.push(replica);
+    }
+    pieces.all
+}
+
+#[derive(Default)]
+struct Pieces {
+    all: VecDeque<proto::WatchFleetResponse>,
+    /// Of the last.
+    bytes: usize,
+}
+
+impl Pieces {
+    /// The piece for what has so many bytes.
+    fn room_for(&mut self, bytes: usize) -> &mut proto::WatchFleetResponse {
+        self.bytes = self.bytes.saturating_add(bytes);
+        if self.all.is_empty() || self.bytes > PAGE_BYTES {
+            self.all.push_back(proto::WatchFleetResponse::default());
+            self.bytes = bytes;
         }
-        ranks += replica.ranks.len();
-        piece.replicas.push(replica);
+        let last = self.all.len() - 1;
+        &mut self.all[last]
     }
-    if !piece.replicas.is_empty() || !piece.removed.is_empty() {
-        messages.push_back(piece);
-    }
-    messages
 }
 
 fn hashes(replica: &proto::Replica) -> Sent {

@@ -1,7 +1,10 @@
 //! Replicas that register and say nothing more: whoever may register cannot fill the
 //! fleet with them, nor have the dead of others spared.
 
-use super::*;
+use super::{
+    super::{facts::RankFacts, restart::Found},
+    *,
+};
 
 fn who(name: &str) -> Option<Arc<str>> {
     Some(name.into())
@@ -193,4 +196,112 @@ async fn a_fleet_that_is_full_refuses_who_has_room_of_its_own() {
     assert!(!full.message.contains("principal"), "{}", full.message);
     fleet.deregister(&ReplicaId::new("b"), gone);
     register(&fleet, "c", "mine").await;
+}
+
+fn of_ranks(id: &str, ranks: u32) -> ReplicaFacts {
+    let plain = facts(id, "boot");
+    let rank = plain.ranks[0].clone();
+    let ranks = (0..ranks).map(|number| RankFacts {
+        rank: number,
+        engine_rank: number,
+        ..rank.clone()
+    });
+    ReplicaFacts {
+        ranks: ranks.collect(),
+        ..plain
+    }
+}
+
+fn ranks_known(fleet: &Fleet) -> usize {
+    fleet.list().iter().map(|r| r.ranks.len()).sum()
+}
+
+/// Few replicas of many ranks are a large fleet too.
+#[tokio::test(start_paused = true)]
+async fn a_principal_has_no_more_ranks_than_it_may() {
+    let config = FleetConfig {
+        max_ranks: 100,
+        max_ranks_per_principal: 20,
+        ..FleetConfig::default()
+    };
+    let fleet = Fleet::new(config, Arc::new(MemoryStore::default()));
+    let register = async |id: &str, ranks: u32, by: Option<&str>| {
+        let by = by.and_then(who);
+        let registered = fleet.register_by(of_ranks(id, ranks), by).await;
+        registered.map(|registered| registered.incarnation)
+    };
+    let mine = Some("mine");
+    let a = register("a", 8, mine).await.unwrap();
+    let b = register("b", 8, mine).await.unwrap();
+    let refused = register("c", 8, mine).await.unwrap_err();
+    assert_eq!(refused.reason, Reason::FleetFull);
+    for word in [
+        "max-ranks-per-principal",
+        "mine",
+        "16 ranks",
+        "8 more",
+        "20",
+    ] {
+        assert!(
+            refused.message.contains(word),
+            "{word}: {}",
+            refused.message
+        );
+    }
+    register("c", 4, mine).await.unwrap();
+    // A start that is known may say it again, with fewer ranks, and not with more.
+    assert_eq!(register("a", 8, mine).await.unwrap(), a);
+    let grows = register("a", 9, mine).await;
+    assert_eq!(reason(grows), Reason::FleetFull);
+    assert_eq!(register("a", 7, mine).await.unwrap(), a);
+    register("d", 1, mine).await.unwrap();
+    assert_eq!(ranks_known(&fleet), 20);
+
+    // As many of its own dead give way as there is need for, those first that have
+    // been dead for longest, and none where that would not do.
+    fleet.deregister(&ReplicaId::new("a"), a);
+    tokio::time::advance(Duration::from_secs(1)).await;
+    fleet.deregister(&ReplicaId::new("b"), b);
+    assert_eq!(reason(register("e", 16, mine).await), Reason::FleetFull);
+    assert_eq!(ranks_known(&fleet), 20);
+    register("e", 7, mine).await.unwrap();
+    assert!(fleet.get(&ReplicaId::new("a")).is_none());
+    assert_eq!(ranks_known(&fleet), 20);
+    register("f", 8, mine).await.unwrap();
+    assert!(fleet.get(&ReplicaId::new("b")).is_none());
+
+    // Who is nobody in particular has the fleet's bound.
+    let refused = register("n", 81, None).await.unwrap_err();
+    for word in ["max-ranks,", "20 ranks", "81 more", "100"] {
+        assert!(
+            refused.message.contains(word),
+            "{word}: {}",
+            refused.message
+        );
+    }
+    register("n", 80, None).await.unwrap();
+    let full = register("o", 1, Some("other")).await.unwrap_err();
+    assert_eq!(full.reason, Reason::FleetFull);
+    assert!(!full.message.contains("principal"), "{}", full.message);
+}
+
+/// Bounds that are lower than before refuse nobody who is there and does not grow.
+#[tokio::test(start_paused = true)]
+async fn lower_bounds_of_ranks_leave_out_what_no_longer_fits() {
+    let fleet = Fleet::new(FleetConfig::default(), Arc::new(MemoryStore::default()));
+    for id in ["a", "b", "c"] {
+        fleet.register(of_ranks(id, 8)).await.unwrap();
+    }
+    let config = FleetConfig {
+        max_ranks: 20,
+        max_ranks_per_principal: 7,
+        ..FleetConfig::default()
+    };
+    let after = Fleet::new(config, Arc::new(MemoryStore::default()));
+    let found = async |_| Found::Answers;
+    assert_eq!(after.restore(fleet.notes(), found).await, 2);
+    let again = after.register_by(of_ranks("a", 8), who("mine")).await;
+    again.unwrap();
+    let left = after.register_by(of_ranks("c", 8), who("mine")).await;
+    assert_eq!(reason(left), Reason::FleetFull);
 }

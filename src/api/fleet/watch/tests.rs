@@ -9,7 +9,7 @@ use crate::{
     fleet::{
         Beat, FleetConfig,
         drain::DrainOrder,
-        facts::{RankReport, ReplicaFacts, ReportedState, tests::plain},
+        facts::{AdapterFacts, RankReport, ReplicaFacts, ReportedState, tests::plain},
     },
     ids::ReplicaId,
     store::memory::MemoryStore,
@@ -168,21 +168,48 @@ async fn load_alone_is_told_only_to_who_asks_and_not_faster_than_asked() {
     assert!(start.elapsed() <= LEAST_PAUSE);
 }
 
+/// A registration may hold a thousand adapters: counting replicas, or ranks, would
+/// not bound a message.
 #[tokio::test(start_paused = true)]
 async fn a_large_fleet_comes_in_pieces() {
-    let watched = Watched::with(REPLICAS_PER_MESSAGE * 2 + 1).await;
+    let watched = Watched::with(0).await;
+    for i in 0..40 {
+        let adapter = |n: usize| AdapterFacts {
+            name: format!("{n:0200}").into(),
+            load_id: String::new(),
+            resident: true,
+        };
+        let large = ReplicaFacts {
+            adapters: (0..1024).map(adapter).collect(),
+            ..facts(&format!("r{i:04}"))
+        };
+        watched.fleet.register(large).await.unwrap();
+    }
     let mut stream = watched.watch(None);
     let mut seen = 0;
     let mut pieces = 0;
     loop {
         let piece = next(&mut stream).await;
+        assert!(piece.encoded_len() < 4 << 20);
         pieces += 1;
         seen += piece.replicas.len();
         if piece.snapshot_end {
             break;
         }
     }
-    assert_eq!((seen, pieces), (REPLICAS_PER_MESSAGE * 2 + 1, 3));
+    assert_eq!(seen, 40);
+    // 8 MB and more.
+    assert!((4..=8).contains(&pieces), "{pieces}");
+}
+
+#[test]
+fn those_that_are_gone_come_in_pieces_too() {
+    let gone: Vec<String> = (0..40_000).map(|n| format!("{n:0128}")).collect();
+    let pieces = messages(Vec::new(), gone.clone());
+    assert!(pieces.iter().all(|piece| piece.encoded_len() < 4 << 20));
+    let told: Vec<String> = pieces.into_iter().flat_map(|piece| piece.removed).collect();
+    assert_eq!(told, gone);
+    assert!(messages(Vec::new(), Vec::new()).is_empty());
 }
 
 #[tokio::test(start_paused = true)]
