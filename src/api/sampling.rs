@@ -157,6 +157,7 @@ impl SamplingService for Sampling {
     ) -> Result<Response<proto::ExplainRouteResponse>, Status> {
         let context = context(&request);
         let request = request.into_inner().request.unwrap_or_default();
+        may_route(&context, &request)?;
         let call = read::call(request, context);
         Ok(Response::new(explain::explain(&self.parts, call)?))
     }

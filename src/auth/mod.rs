@@ -215,7 +215,8 @@ impl Caller {
             Reason::RoleMissing,
             format!("{what} needs the role {}", role.name()),
         );
-        self.audit.write(&self.entry("refused", what, Some(&error)));
+        self.audit
+            .write_stranger(&self.entry("refused", what, Some(&error)));
         Err(error)
     }
 

@@ -161,6 +161,18 @@ async fn only_an_admin_overrides_the_routing() {
     let streamed = world.sampling("trainer-a").sample_stream(random()).await;
     assert_eq!(why(streamed.map(drop)), "ROLE_MISSING");
     world.sample("bench", random()).await.unwrap();
+    // Nor does anybody else ask what another policy would do.
+    let explained = async |who| {
+        let asked = ExplainRouteRequest {
+            request: Some(random()),
+        };
+        world.sampling(who).explain_route(asked).await
+    };
+    assert_eq!(why(explained("trainer-a").await), "ROLE_MISSING");
+    for who in ["bench", "ops"] {
+        let routed = explained(who).await.unwrap().into_inner();
+        assert!(routed.route.is_some(), "{who}: {}", routed.no_route);
+    }
     world.stop().await;
 }
 
