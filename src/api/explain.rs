@@ -16,7 +16,7 @@ use crate::{
 ///
 /// # Errors
 /// As for the request itself: INVALID_REQUEST, and what is wrong with it for this
-/// fleet. That no rank can do it now is an answer.
+/// fleet or beyond this server's limits. That no rank can do it now is an answer.
 pub(super) fn explain(
     parts: &Parts,
     call: SampleCall,
@@ -35,6 +35,7 @@ pub(super) fn explain(
         }
         resolved => resolved?,
     };
+    parts.admission.may_ever_enter(call.params())?;
     let asked = Asked::new(call.call(), &needs, &parts.router);
     let samples = call.params().num_samples;
     let request = asked.request(samples, &[], None);

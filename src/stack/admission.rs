@@ -1,7 +1,8 @@
 //! How much runs at once, and who is next. It guarantees:
 //!
 //! - no more samples and no more bytes of prompts are in flight than configured,
-//!   in all and of one tenant;
+//!   in all and of one tenant; a call that alone would be more is refused, since no
+//!   wait helps it;
 //! - who waits is served round robin among tenants, by priority and then in order
 //!   of arrival within one, each tenant charged for its samples: what one offers
 //!   does not lengthen the wait of another;
@@ -33,8 +34,8 @@ use super::{
     resolve::ResolvedWork,
 };
 use crate::{
-    call::Prompt,
-    error::{Error, Reason},
+    call::{Prompt, SampleParams},
+    error::{Error, Reason, Violation},
     ids::Tenant,
 };
 
@@ -69,6 +70,7 @@ const RETRY_MOST: Duration = Duration::from_secs(30);
 /// What is in flight, and who waits.
 #[derive(Debug)]
 pub struct Admission {
+    config: AdmissionConfig,
     state: Mutex<Fair<oneshot::Sender<Permit>>>,
 }
 
@@ -101,6 +103,7 @@ impl Admission {
     /// Nothing is in flight yet.
     pub fn new(config: AdmissionConfig) -> Arc<Self> {
         Arc::new(Self {
+            config,
             state: Mutex::new(Fair::new(config)),
         })
     }
@@ -110,10 +113,61 @@ impl Admission {
         self.lock().of(tenant)
     }
 
+    /// Whether a call of these parameters may ever be in flight.
+    ///
+    /// # Errors
+    /// INVALID_REQUEST: alone it would be more than may be at once; each limit that it
+    /// is beyond, with the option that sets it.
+    pub fn may_ever_enter(&self, params: &SampleParams) -> Result<(), Error> {
+        self.may_ever(Cost {
+            samples: params.num_samples.into(),
+            bytes: prompt_bytes(params),
+        })
+    }
+
+    fn may_ever(&self, cost: Cost) -> Result<(), Error> {
+        let AdmissionConfig {
+            max_samples,
+            tenant_samples,
+            tenant_bytes,
+            ..
+        } = self.config;
+        let mut violations = Vec::new();
+        for (whose, most, option) in [
+            ("all tenants together", max_samples, "--max-in-flight"),
+            ("one tenant", tenant_samples, "--tenant-max-in-flight"),
+        ] {
+            if cost.samples > most {
+                violations.push(Violation::new(
+                    "num_samples",
+                    format!(
+                        "is {}, and of {whose} at most {most} samples may be in flight ({option} \
+                         of the server): ask for fewer at once",
+                        cost.samples
+                    ),
+                ));
+            }
+        }
+        if cost.bytes > tenant_bytes {
+            violations.push(Violation::new(
+                "prompt",
+                format!(
+                    "has {} bytes, and of one tenant at most {tenant_bytes} bytes of prompts may \
+                     be in flight (--tenant-max-bytes of the server)",
+                    cost.bytes
+                ),
+            ));
+        }
+        if violations.is_empty() {
+            return Ok(());
+        }
+        Err(Error::invalid(Reason::InvalidRequest, violations))
+    }
+
     /// Takes a place, at once or when it is this call's turn.
     ///
     /// # Errors
-    /// TENANT_BUSY, at once.
+    /// TENANT_BUSY, and as [`may_ever_enter`](Self::may_ever_enter); at once.
     async fn enter(
         self: &Arc<Self>,
         tenant: &Tenant,
@@ -122,6 +176,7 @@ impl Admission {
         deadline: Option<Instant>,
         counters: &Counters,
     ) -> Result<Permit, Error> {
+        self.check(cost, counters)?;
         let waiting = {
             let mut state = self.lock();
             if state.free(tenant, cost) {
@@ -154,7 +209,7 @@ impl Admission {
     /// A place for work that waits for weights and may not stand in the queue yet.
     ///
     /// # Errors
-    /// TENANT_BUSY, at once.
+    /// As for its place among those in flight.
     pub(super) fn park(
         self: &Arc<Self>,
         work: &Work,
@@ -169,6 +224,7 @@ impl Admission {
         cost: Cost,
         counters: &Counters,
     ) -> Result<Parked, Error> {
+        self.check(cost, counters)?;
         if !self.lock().park(tenant, cost) {
             counters.refused_by_admission.one();
             return Err(busy(false, RETRY_MOST));
@@ -178,6 +234,11 @@ impl Admission {
             tenant: tenant.clone(),
             cost,
         })
+    }
+
+    fn check(&self, cost: Cost, counters: &Counters) -> Result<(), Error> {
+        let checked = self.may_ever(cost);
+        checked.inspect_err(|_| counters.refused_by_admission.one())
     }
 
     fn permit(self: &Arc<Self>, tenant: Tenant, cost: Cost) -> Permit {
@@ -299,12 +360,16 @@ where
 fn cost(work: &Work) -> Cost {
     let params = work.call.params();
     let done = u64::try_from(work.start.finished.len()).unwrap_or(u64::MAX);
+    Cost {
+        samples: u64::from(params.num_samples).saturating_sub(done).max(1),
+        bytes: prompt_bytes(params),
+    }
+}
+
+fn prompt_bytes(params: &SampleParams) -> u64 {
     let bytes = match &params.prompt {
         Prompt::Tokens(ids) => size_of_val(&ids[..]),
         Prompt::Text(text) => text.len(),
     };
-    Cost {
-        samples: u64::from(params.num_samples).saturating_sub(done).max(1),
-        bytes: u64::try_from(bytes).unwrap_or(u64::MAX),
-    }
+    u64::try_from(bytes).unwrap_or(u64::MAX)
 }

@@ -219,6 +219,22 @@ async fn what_a_tenant_may_have_in_flight_is_its_own() {
     let mut running = client.sample_stream(two.clone()).await.unwrap();
     running.get_mut().message().await.unwrap();
     eventually("both run", async || world.engine().counters().started == 2).await;
+    // What would be too much with nothing else in flight waits for nothing.
+    let alone = SampleRequest {
+        num_samples: Some(3),
+        ..request(1, 2)
+    };
+    let status = world.sample("trainer-a", alone.clone()).await.unwrap_err();
+    assert_eq!(why::<()>(Err(status.clone())), "INVALID_REQUEST");
+    assert!(
+        status.message().contains("--tenant-max-in-flight"),
+        "{status}"
+    );
+    let explained = berth::proto::ExplainRouteRequest {
+        request: Some(alone),
+    };
+    let explained = world.sampling("trainer-a").explain_route(explained).await;
+    assert_eq!(why(explained), "INVALID_REQUEST");
     // Who joins what runs takes no place.
     let joined = {
         let mut client = world.sampling("trainer-a");

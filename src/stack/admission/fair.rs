@@ -47,7 +47,8 @@ impl Cost {
 /// A place in a tenant's queue: greater priority first, then the earlier one.
 pub(super) type Ticket = (Reverse<i32>, u64);
 
-/// See the module. `G` tells one that waits that it is its turn.
+/// See the module. `G` tells one that waits that it is its turn. No call that comes
+/// here takes more than a limit allows: it would wait for ever.
 #[derive(Debug)]
 pub(super) struct Fair<G> {
     config: AdmissionConfig,
@@ -90,11 +91,9 @@ impl<G> Default for Share<G> {
 }
 
 impl<G> Share<G> {
-    /// One that is larger than the limit goes alone.
     fn fits(&self, cost: Cost, config: &AdmissionConfig) -> bool {
-        let fits = |used: u64, more: u64, most: u64| used == 0 || used.saturating_add(more) <= most;
-        fits(self.samples, cost.samples, config.tenant_samples)
-            && fits(self.bytes, cost.bytes, config.tenant_bytes)
+        self.samples.saturating_add(cost.samples) <= config.tenant_samples
+            && self.bytes.saturating_add(cost.bytes) <= config.tenant_bytes
     }
 
     fn is_idle(&self) -> bool {
@@ -120,7 +119,7 @@ impl<G> Fair<G> {
     }
 
     fn fits(&self, cost: Cost) -> bool {
-        self.samples == 0 || self.samples.saturating_add(cost.samples) <= self.config.max_samples
+        self.samples.saturating_add(cost.samples) <= self.config.max_samples
     }
 
     /// Nothing is in flight, nobody waits.
@@ -161,8 +160,7 @@ impl<G> Fair<G> {
             return self.config.tenant_queue > 0;
         };
         let bytes = share.queued.and(share.apart).and(cost).bytes;
-        share.waiting() < self.config.tenant_queue
-            && (share.waiting() == 0 || bytes <= self.config.tenant_bytes)
+        share.waiting() < self.config.tenant_queue && bytes <= self.config.tenant_bytes
     }
 
     /// One more waits for something else than its turn. It has a place among those

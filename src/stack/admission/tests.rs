@@ -138,18 +138,58 @@ async fn a_tenant_at_its_limit_holds_up_nobody_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn more_than_a_limit_allows_goes_alone() {
+async fn what_needs_all_the_room_is_not_passed_for_ever() {
     let bench = Bench::new(config(4));
-    let large = bench.enter("a", of(100), 0).await.unwrap();
-    bench.waits("b", of(1), 0, "b").await;
-    drop(large);
-    assert_eq!(bench.order(1).await, ["b"]);
     let small = bench.enter("a", of(1), 0).await.unwrap();
-    bench.waits("b", of(100), 0, "large").await;
-    // It is not passed for ever by what would fit beside it.
+    bench.waits("b", of(4), 0, "large").await;
     bench.waits("a", of(1), 0, "after").await;
     drop(small);
-    assert_eq!(bench.order(3).await, ["b", "large", "after"]);
+    assert_eq!(bench.order(2).await, ["large", "after"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn more_than_a_limit_allows_is_refused_and_told_which() {
+    let bench = Bench::new(AdmissionConfig {
+        tenant_samples: 3,
+        ..config(4)
+    });
+    let bytes = |bytes| Cost { samples: 1, bytes };
+    for (cost, named) in [
+        (of(4), &["--tenant-max-in-flight"][..]),
+        (of(5), &["--max-in-flight", "--tenant-max-in-flight"]),
+        (bytes((1 << 20) + 1), &["--tenant-max-bytes"]),
+        (
+            Cost {
+                samples: 5,
+                bytes: 2 << 20,
+            },
+            &[
+                "--max-in-flight",
+                "--tenant-max-in-flight",
+                "--tenant-max-bytes",
+            ],
+        ),
+    ] {
+        // Neither with all the room there is, nor while it waits for weights.
+        let entered = bench.enter("a", cost, 0).await.map(drop);
+        let parked = bench
+            .admission
+            .park_as(&tenant("a"), cost, &bench.counters)
+            .map(drop);
+        for error in [entered.unwrap_err(), parked.unwrap_err()] {
+            assert_eq!(error.reason, Reason::InvalidRequest);
+            assert_eq!(error.retry_after, None);
+            assert_eq!(error.violations.len(), named.len(), "{error}");
+            for (violation, option) in error.violations.iter().zip(named) {
+                assert!(violation.description.contains(option), "{error}");
+            }
+        }
+    }
+    assert_eq!(bench.counters.refused_by_admission.get(), 8);
+    assert!(bench.admission.lock().is_empty());
+    // What fills a limit to the brim is served.
+    drop(bench.enter("a", of(3), 0).await.unwrap());
+    drop(bench.enter("a", bytes(1 << 20), 0).await.unwrap());
 }
 
 #[tokio::test(start_paused = true)]
@@ -291,8 +331,8 @@ async fn who_waits_for_weights_has_a_place_of_the_tenants_queue() {
         let tenant = tenant(who);
         bench.admission.park_as(&tenant, cost, &bench.counters)
     };
-    let mut parked: Vec<Parked> = (0..2).map(|_| park("a", of(2)).unwrap()).collect();
-    assert_eq!(bench.admission.of(&tenant("a")), 4);
+    let mut parked: Vec<Parked> = (0..2).map(|_| park("a", of(1)).unwrap()).collect();
+    assert_eq!(bench.admission.of(&tenant("a")), 2);
     // They are before nobody: neither their own tenant nor another one waits.
     let running = bench.enter("a", of(1), 0).await.unwrap();
     bench.waits("a", of(1), 0, "a0").await;
@@ -309,9 +349,9 @@ async fn who_waits_for_weights_has_a_place_of_the_tenants_queue() {
     parked.clear();
     assert!(bench.admission.lock().is_empty());
 
-    // Their prompts are held, so bytes count as well; one that is larger waits alone.
+    // Their prompts are held, so bytes count as well.
     let large = |bytes| Cost { samples: 1, bytes };
-    let one = park("a", large(2 << 20)).unwrap();
+    let one = park("a", large(1 << 20)).unwrap();
     assert_eq!(park("a", large(1)).unwrap_err().reason, Reason::TenantBusy);
     drop(one);
     let some = park("a", large(1 << 19)).unwrap();
