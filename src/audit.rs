@@ -60,7 +60,7 @@ pub struct Entry<'a> {
     pub roles: Option<Roles>,
     /// Where it called from.
     pub peer: Option<SocketAddr>,
-    /// To what: a replica, a method, a file.
+    /// To what: a replica, a method, a file, the TLS handshake.
     pub object: Option<&'a str>,
     /// `OK`, or the reason of the error.
     pub outcome: &'a str,

@@ -285,6 +285,7 @@ async fn serve(
         config.limits,
         guard.tls,
         counts,
+        guard.gate.audit().clone(),
         drain.clone(),
     );
     tokio::pin!(server);

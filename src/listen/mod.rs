@@ -40,7 +40,10 @@ use self::{
     shaken::Handshakes,
     watched::Watched,
 };
-use crate::auth::tls::{ClientName, ServerTls};
+use crate::{
+    audit::Audit,
+    auth::tls::{ClientName, ServerTls},
+};
 
 /// Where a request comes from, as an extension of it.
 #[derive(Clone, Copy, Debug)]
@@ -59,14 +62,15 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// From the connection to the end of HTTP/2's preface, by which a client begins.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves until `drain`, then lets open connections finish what they have.
-/// Dropping the future cuts them.
+/// Serves until `drain`, then lets open connections finish what they have. Clients
+/// whose certificates are refused are told to `audit`. Dropping the future cuts them.
 pub async fn serve<S, B>(
     listener: TcpListener,
     service: S,
     limits: Limits,
     tls: Option<Arc<ServerTls>>,
     counts: Arc<Counts>,
+    audit: Audit,
     drain: CancellationToken,
 ) where
     S: Service<http::Request<tonic::body::Body>, Response = http::Response<B>, Error = Infallible>
@@ -84,7 +88,7 @@ pub async fn serve<S, B>(
         limits.connections,
         Arc::clone(&counts),
     );
-    let handshakes = Arc::new(Handshakes::new(Arc::clone(&counts)));
+    let handshakes = Arc::new(Handshakes::new(Arc::clone(&counts), audit));
     let mut connections = JoinSet::new();
     loop {
         let (stream, peer, place) = tokio::select! {
@@ -281,6 +285,7 @@ mod tests {
             limits,
             None,
             Arc::default(),
+            Audit::default(),
             drain.clone(),
         );
         let served = tokio::spawn(served);

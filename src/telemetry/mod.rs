@@ -15,6 +15,8 @@ pub mod attempt;
 mod connections;
 mod families;
 mod fleet;
+#[cfg(test)]
+pub(crate) mod kept;
 pub mod layer;
 pub mod logs;
 pub mod method;

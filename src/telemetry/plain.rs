@@ -119,28 +119,10 @@ impl Write for Safe<'_, '_> {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        io,
-        sync::{Arc, Mutex},
-    };
-
     use tracing_subscriber::layer::SubscriberExt as _;
 
     use super::*;
-
-    #[derive(Clone, Default)]
-    struct Kept(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Kept {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
+    use crate::telemetry::kept::Kept;
 
     #[test]
     fn a_value_is_told_from_the_next_and_stays_on_its_line() {
@@ -170,9 +152,8 @@ mod tests {
                 "it is\nsaid"
             );
         });
-        let line = String::from_utf8(kept.0.lock().unwrap().clone()).unwrap();
         assert_eq!(
-            line,
+            kept.text(),
             " INFO request{id=\"a b\"}: it is\\nsaid plain=x/y-1 spaced=\"a b=c\" empty=\"\" \
              broken=\"a\\nb\\u{1b}[2J\" shown=a\\nb number=-3 large=18446744073709551615 truth=true \
              part=0.250000\n"

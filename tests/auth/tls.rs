@@ -372,10 +372,19 @@ async fn handshakes_that_fail_are_counted_by_why() {
 
     assert!(bench.sample(&token_of(dir, "trainer-a")).await.is_err());
     becomes("no_certificate").await;
+    let audited = |outcome: &str| {
+        bench.world.audited(&[
+            ("event", "refused"),
+            ("object", "TLS handshake"),
+            ("outcome", outcome),
+        ])
+    };
+    eventually("it is audited", async || audited("NO_CREDENTIALS")).await;
 
     Authority::new().client(dir, "foreign", &[TRAINER], YEAR);
     assert!(bench.sample(&bench.with("foreign")).await.is_err());
     becomes("certificate").await;
+    eventually("it is audited", async || audited("CREDENTIALS_REFUSED")).await;
 
     std::fs::write(dir.join("other-ca.pem"), Authority::new().pem).unwrap();
     bench.clients.client(dir, "good", &[TRAINER], YEAR);
