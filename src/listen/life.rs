@@ -17,8 +17,11 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use super::limits::{Limit, Limits};
 
 /// A connection that was told to end is cut when nothing has happened on it for so
-/// long.
+/// long: until then an answer may be on its way.
 const CLOSING: Duration = Duration::from_secs(5);
+/// One on which nothing happened before, either, so long after it was told: a way to
+/// its client and back, with a call that was already under way.
+const MOMENT: Duration = Duration::from_secs(1);
 
 /// What is known of a connection while it lives.
 #[derive(Debug)]
@@ -88,22 +91,20 @@ impl Life {
     }
 
     /// Lets a connection that was told to end do so. One that does not, though
-    /// nothing is left to say, is cut.
+    /// nothing is left to say, is cut: its client is gone, or does not listen.
     pub(super) async fn close<C: GracefulConnection>(
         &self,
         mut connection: Pin<&mut C>,
     ) -> Result<(), C::Error> {
-        let told = Instant::now();
         loop {
-            if let Ok(ended) = timeout(CLOSING, connection.as_mut()).await {
+            if let Ok(ended) = timeout(MOMENT, connection.as_mut()).await {
                 return ended.map(drop);
             }
             let answered = Duration::from_millis(self.answered.load(Ordering::Relaxed));
-            let last = self.idle_since().map(|since| {
-                let last = since.max(self.began + answered).max(told);
-                Instant::now().duration_since(last)
-            });
-            if last.is_some_and(|quiet| quiet >= CLOSING) {
+            let last = self
+                .idle_since()
+                .map(|since| since.max(self.began + answered));
+            if last.is_some_and(|last| last.elapsed() >= CLOSING) {
                 return Ok(());
             }
         }

@@ -261,7 +261,7 @@ where
 
 #[cfg(test)]
 mod tests {
-    use tokio::{io::AsyncWriteExt, net::TcpStream};
+    use tokio::{io::AsyncWriteExt, net::TcpStream, time::Instant};
 
     use super::*;
 
@@ -302,5 +302,49 @@ mod tests {
         drain.cancel();
         timeout(SOON, served).await.unwrap().unwrap();
         drop((silent, slow));
+    }
+
+    /// How long after the drain a connection ends whose client asked something at once
+    /// that takes so long, and then neither hears nor says anything.
+    async fn holds_up_the_drain(call: Duration) -> Duration {
+        let (mut client, server) = tokio::io::duplex(64 << 10);
+        let (limits, counts) = (Limits::default(), Arc::new(Counts::default()));
+        let (life, drain) = (Life::new(), CancellationToken::new());
+        let service = tower::service_fn(move |_| async move {
+            tokio::time::sleep(call).await;
+            Ok::<_, Infallible>(http::Response::new(tonic::body::Body::empty()))
+        });
+        let server: Box<dyn Io> = Box::new(server);
+        let io = Watched::new(server, &limits, Arc::clone(&life), Arc::clone(&counts));
+        let who = (Peer("192.0.2.7:1".parse().unwrap()), None);
+        let connection = connection(io, who, service, limits, Arc::clone(&life));
+        let settings = frames::write(4, 0, 0, &[]);
+        // GET / with its END_STREAM and END_HEADERS.
+        let asked = frames::write(frames::HEADERS, 5, 1, b"\x82\x84\x86");
+        client.write_all(&[settings, asked].concat()).await.unwrap();
+        let told = async {
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            drain.cancel();
+            Instant::now()
+        };
+        let aged = std::future::pending();
+        let ended = async {
+            let ended = until(connection, &life, &limits, &counts, &drain, aged);
+            ended.await.unwrap();
+            Instant::now()
+        };
+        let (told, ended) = tokio::join!(told, ended);
+        drop(client);
+        ended - told
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_does_not_hear_the_goodbye_holds_up_a_drain_only_by_its_calls() {
+        let idle = holds_up_the_drain(Duration::ZERO).await;
+        assert!(idle < Duration::from_millis(1100), "{idle:?}");
+        // Ten seconds of it were over, and its answer may be under way for five.
+        let busy = holds_up_the_drain(Duration::from_secs(20)).await;
+        let most = Duration::from_secs(17);
+        assert!(busy >= Duration::from_secs(15) && busy < most, "{busy:?}");
     }
 }
