@@ -194,23 +194,28 @@ impl State {
         // Whoever is left out, those of the others say so too.
         let everywhere =
             all.fleet >= SPARE_IN && parts.values().all(|one| all.less(*one).is_too_silent());
-        let spared: BTreeSet<Owner> = parts
-            .iter()
-            .filter(|(_, own)| everywhere || (own.fleet >= SPARE_IN && own.is_too_silent()))
-            .map(|(owner, _)| (*owner).clone())
-            .collect();
-        let Part { silent, fleet } = all;
+        // Of those who are spared: what others have is no part of it.
+        let mut meant = Part::default();
+        let mut spared = BTreeSet::new();
+        for (owner, own) in &parts {
+            if everywhere || (own.fleet >= SPARE_IN && own.is_too_silent()) {
+                meant = meant.and(*own);
+                spared.insert((*owner).clone());
+            }
+        }
         if spared.is_empty() == self.sparing {
             self.sparing = !spared.is_empty();
             if self.sparing {
+                let (principals, Part { silent, fleet }) = (spared.len(), meant);
                 warn!(
                     silent,
                     fleet,
+                    principals,
                     "too many replicas fell silent at once: none of those is called dead for it \
                      while this lasts"
                 );
             } else {
-                info!(silent, fleet, "silent replicas are called dead again");
+                info!("silent replicas are called dead again");
             }
         }
         spared
@@ -228,6 +233,13 @@ struct Part {
 }
 
 impl Part {
+    fn and(self, part: Self) -> Self {
+        Self {
+            fleet: self.fleet + part.fleet,
+            silent: self.silent + part.silent,
+        }
+    }
+
     fn less(self, part: Self) -> Self {
         Self {
             fleet: self.fleet - part.fleet,

@@ -5,6 +5,7 @@ use super::{
     super::{facts::RankFacts, restart::Found},
     *,
 };
+use crate::telemetry::kept::Kept;
 
 fn who(name: &str) -> Option<Arc<str>> {
     Some(name.into())
@@ -78,6 +79,39 @@ async fn silence_of_one_principals_replicas_spares_no_others() {
     // Its own are held, where they are in nobody's way.
     let ghost = target(&fleet, "ghost-7", 0);
     assert_eq!(state_of(&fleet, &ghost), RankState::Held);
+}
+
+/// Who is told of it hears of those that are spared, not of the whole fleet.
+#[tokio::test(start_paused = true)]
+async fn what_is_said_of_a_silence_counts_those_that_are_spared() {
+    let (kept, _guard) = Kept::from(tracing::Level::INFO);
+    let fleet = fleet();
+    let real = ten(&fleet, "mine").await;
+    let mut others = Vec::new();
+    for n in 0..100 {
+        let id = format!("other-{n}");
+        let me = register(&fleet, &id, "others").await;
+        fleet.beat(beat(&id, me, 1)).unwrap();
+        others.push((id, me));
+    }
+    // Of the others some are silent too, but not too many.
+    let alive: Vec<(&str, Incarnation)> = named(&others[20..]);
+    let mut sequence = 1;
+    pass(&fleet, 60, &alive, &mut sequence).await;
+    let told = kept.text();
+    let line = |what: &str| {
+        let mut lines = told.lines().filter(|line| line.contains(what));
+        let line = lines.next().unwrap_or_else(|| panic!("{told}"));
+        assert_eq!(lines.next(), None, "{told}");
+        line.to_owned()
+    };
+    let spared = line("fell silent at once");
+    for told in ["silent=10 ", "fleet=10 ", "principals=1"] {
+        assert!(format!("{spared} ").contains(told), "{spared}");
+    }
+    let back: Vec<(&str, Incarnation)> = alive.into_iter().chain(named(&real)).collect();
+    pass(&fleet, 10, &back, &mut sequence).await;
+    assert!(kept.text().contains("called dead again"), "{}", kept.text());
 }
 
 /// Ghosts that beat on must not hide that all real ones fell silent, either.
