@@ -7,6 +7,7 @@
 )]
 
 use std::{
+    collections::BTreeSet,
     net::{IpAddr, SocketAddr},
     sync::Arc,
 };
@@ -15,7 +16,6 @@ use bytes::Bytes;
 use prost::{Message, encoding as wire};
 
 use super::{
-    fleet,
     read::{self, Context},
     register::{self, Rules},
 };
@@ -213,19 +213,18 @@ fn registered(facts: &ReplicaFacts) {
 }
 
 fn beat(message: proto::HeartbeatRequest) {
-    let _ = register::reported_state(message.state());
-    match fleet::time("drain_grace", message.drain_grace) {
-        Ok(grace) => assert!(grace.is_none_or(|grace| grace.as_secs() <= 24 * 3600)),
+    let told = message.clone();
+    match register::beat(message) {
+        Ok(beat) => {
+            assert!(proto::ReplicaState::try_from(told.state).is_ok());
+            let grace = beat.drain_grace;
+            assert!(grace.is_none_or(|grace| grace.as_secs() <= 24 * 3600));
+            let ranks: BTreeSet<u32> = beat.ranks.iter().map(|report| report.rank).collect();
+            assert!(ranks.len() <= 1024 && ranks.len() == told.ranks.len());
+            let adapters = beat.adapters.unwrap_or_default();
+            assert!(adapters.is_sorted_by(|a, b| a.name < b.name));
+        }
         Err(error) => refused(error),
-    }
-    match register::reports(message.ranks) {
-        Ok(reports) => assert!(reports.len() <= 1024),
-        Err(error) => refused(error),
-    }
-    match message.adapters.map(register::adapters) {
-        Some(Ok(adapters)) => assert!(adapters.is_sorted_by(|a, b| a.name < b.name)),
-        Some(Err(error)) => refused(error),
-        None => {}
     }
 }
 

@@ -1,24 +1,19 @@
 //! A registration becomes facts, or every fault that it has. A replica's word is
 //! a stranger's word: everything is bounded and checked.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    num::NonZeroU32,
-    sync::Arc,
-    time::Duration,
-};
+mod address;
+mod beat;
 
-use futures_util::{StreamExt, stream};
+use std::{collections::BTreeSet, net::SocketAddr, num::NonZeroU32, sync::Arc};
 
+use self::address::address;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) use self::address::base_url;
+pub(super) use self::{address::reachable, beat::beat};
 use crate::{
     call::LogprobMode,
-    engine::egress::Egress,
     error::{Error, Reason, Violation},
-    fleet::facts::{
-        Accelerator, AdapterFacts, Capabilities, EngineKind, RankFacts, RankReport, ReplicaFacts,
-        ReportedState,
-    },
+    fleet::facts::{Accelerator, AdapterFacts, Capabilities, EngineKind, RankFacts, ReplicaFacts},
     ids::{BootId, ReplicaId},
     proto,
 };
@@ -46,6 +41,14 @@ impl Faults {
     fn check(&mut self, ok: bool, field: &'static str, what: &str) {
         if !ok {
             self.add(field, what);
+        }
+    }
+
+    /// What was read, where nothing is wrong with it.
+    fn or<T>(self, read: Option<T>) -> Result<T, Error> {
+        match read {
+            Some(read) if self.0.is_empty() => Ok(read),
+            _ => Err(Error::invalid(Reason::InvalidRequest, self.0)),
         }
     }
 }
@@ -99,6 +102,22 @@ pub(super) fn facts(
         proto::EngineKind::Unspecified => None,
     };
     faults.check(engine.is_some(), "engine", "must be SGLANG or VLLM");
+    let logprob_mode = match proto::LogprobMode::try_from(message.logprob_mode) {
+        Ok(proto::LogprobMode::Processed) => LogprobMode::Processed,
+        Ok(proto::LogprobMode::Raw) => LogprobMode::Raw,
+        Ok(proto::LogprobMode::Unspecified) => LogprobMode::Unknown,
+        Err(_) => {
+            faults.add(
+                "logprob_mode",
+                format!(
+                    "is {}, which is none that is known: PROCESSED or RAW, or left out where the \
+                     engine does not say",
+                    message.logprob_mode
+                ),
+            );
+            LogprobMode::Unknown
+        }
+    };
     faults.check(
         message.engine_version.len() <= 64 && is_plain(&message.engine_version),
         "engine_version",
@@ -165,157 +184,12 @@ pub(super) fn facts(
             },
             ranks,
             page_size: message.page_size,
-            logprob_mode: match proto::LogprobMode::try_from(message.logprob_mode) {
-                Ok(proto::LogprobMode::Processed) => LogprobMode::Processed,
-                Ok(proto::LogprobMode::Raw) => LogprobMode::Raw,
-                Ok(proto::LogprobMode::Unspecified) | Err(_) => LogprobMode::Unknown,
-            },
+            logprob_mode,
             labels: message.labels.into_iter().collect(),
             engine_start: Some(message.engine_start).filter(|start| !start.is_empty()),
         }),
         _ => Err(Error::invalid(Reason::InvalidRequest, faults.0)),
     }
-}
-
-/// Names are looked up, of one registration so many at once, for so long.
-const LOOKUPS: usize = 16;
-const LOOKUP_LIMIT: Duration = Duration::from_secs(2);
-
-/// Whether Berth may call every address that the replica gives. Nothing is
-/// called.
-///
-/// # Errors
-/// Each that it may not.
-pub(super) async fn reachable(facts: &ReplicaFacts, egress: &Egress) -> Result<(), Error> {
-    let mut urls: BTreeMap<Arc<str>, String> = BTreeMap::new();
-    for (i, rank) in facts.ranks.iter().enumerate().rev() {
-        urls.insert(Arc::clone(&rank.url), format!("ranks[{i}].endpoint"));
-    }
-    urls.insert(Arc::clone(&facts.url), "endpoint".to_owned());
-    let checks = urls.into_iter().map(|(url, field)| async move {
-        let checked = egress.check_url(&url, LOOKUP_LIMIT).await;
-        checked.err().map(|why| (field, why))
-    });
-    let mut faults = Faults::default();
-    let mut refused = stream::iter(checks).buffered(LOOKUPS);
-    while let Some(refusal) = refused.next().await {
-        if let Some((field, why)) = refusal {
-            faults.add(field, format!("may not be called: {why}"));
-        }
-    }
-    if faults.0.is_empty() {
-        Ok(())
-    } else {
-        Err(Error::invalid(Reason::InvalidRequest, faults.0))
-    }
-}
-
-fn address(
-    message: &proto::RegisterReplicaRequest,
-    caller: Option<SocketAddr>,
-    faults: &mut Faults,
-) -> Option<Arc<str>> {
-    use proto::register_replica_request::Address;
-    match &message.address {
-        Some(Address::Endpoint(endpoint)) => match base_url(endpoint) {
-            Ok(url) => Some(url),
-            Err(what) => {
-                faults.add("endpoint", what);
-                None
-            }
-        },
-        Some(Address::Port(port)) => match (u16::try_from(*port), caller) {
-            (Ok(port @ 1..), Some(caller)) => Some(match caller.ip().to_canonical() {
-                IpAddr::V4(ip) => format!("http://{ip}:{port}").into(),
-                IpAddr::V6(ip) => format!("http://[{ip}]:{port}").into(),
-            }),
-            (Ok(1..), None) => {
-                faults.add(
-                    "port",
-                    "the caller's address is not known: give an endpoint",
-                );
-                None
-            }
-            _ => {
-                faults.add("port", "must be from 1 to 65535");
-                None
-            }
-        },
-        None => {
-            faults.add("endpoint", "is missing: give endpoint or port");
-            None
-        }
-    }
-}
-
-/// An absolute http URL of host and port, without anything else.
-pub(super) fn base_url(text: &str) -> Result<Arc<str>, &'static str> {
-    const FORM: &str =
-        "must be an absolute URL as \"http://host:port\", without user, path, query or fragment";
-    if text.len() > 512 {
-        return Err("may have 512 bytes at most");
-    }
-    let uri: http::Uri = text.parse().map_err(|_| FORM)?;
-    let authority = uri.authority().ok_or(FORM)?;
-    const HOST: &str = "its host must be a name, or an address written as 10.0.0.1 or [fd00::1]";
-    if uri.scheme_str() != Some("http")
-        || !matches!(uri.path(), "" | "/")
-        || uri.query().is_some()
-        || authority.as_str().contains('@')
-        || authority.host().is_empty()
-        || !is_port(authority.as_str().strip_prefix(authority.host()))
-        || authority.as_str().contains('%')
-    {
-        return Err(FORM);
-    }
-    if !is_host(authority.host()) {
-        return Err(HOST);
-    }
-    let url = format!("http://{authority}");
-    // The parser drops some parts without a word, as what follows a `#`.
-    if !text
-        .strip_suffix('/')
-        .unwrap_or(text)
-        .eq_ignore_ascii_case(&url)
-    {
-        return Err(FORM);
-    }
-    Ok(url.into())
-}
-
-/// Whether what follows a host is nothing, or a port that there is: `:+80` is one to some
-/// readers only.
-fn is_port(behind: Option<&str>) -> bool {
-    let Some(digits) = behind.and_then(|behind| behind.strip_prefix(':')) else {
-        return behind == Some("");
-    };
-    digits.bytes().all(|b| b.is_ascii_digit()) && digits.parse::<u16>().is_ok_and(|port| port > 0)
-}
-
-/// Whether everybody who reads this host means the same by it. `127.1`, `0x7f000001` and
-/// `127.0.0.1.` are numbers to some and names to others.
-fn is_host(host: &str) -> bool {
-    if let Some(inner) = host.strip_prefix('[') {
-        let inner = inner.strip_suffix(']');
-        return inner.is_some_and(|ip| ip.parse::<Ipv6Addr>().is_ok());
-    }
-    if host.parse::<Ipv4Addr>().is_ok() {
-        return true;
-    }
-    let name = host.strip_suffix('.').unwrap_or(host);
-    let label = |label: &str| {
-        (1..=63).contains(&label.len())
-            && label
-                .bytes()
-                .all(|b| b.is_ascii_alphanumeric() || b"-_".contains(&b))
-    };
-    let last = name.rsplit('.').next().unwrap_or(name);
-    let number = last.bytes().all(|b| b.is_ascii_digit())
-        || last
-            .strip_prefix("0x")
-            .or_else(|| last.strip_prefix("0X"))
-            .is_some_and(|digits| digits.bytes().all(|b| b.is_ascii_hexdigit()));
-    name.len() <= 253 && name.split('.').all(label) && !number
 }
 
 fn labels(message: &proto::RegisterReplicaRequest, faults: &mut Faults) {
@@ -378,7 +252,7 @@ fn ranks(ranks: &[proto::Rank], url: Option<&Arc<str>>, faults: &mut Faults) -> 
                     "may list 64 at most, each of 128 bytes at most and without control character",
                 );
             }
-            let own = match rank.endpoint.as_deref().map(base_url) {
+            let own = match rank.endpoint.as_deref().map(address::base_url) {
                 Some(Err(what)) => {
                     faults.add(format!("ranks[{i}].endpoint"), what);
                     None
@@ -422,15 +296,6 @@ fn check_adapters(adapters: &[proto::Adapter], faults: &mut Faults) {
     );
 }
 
-pub(super) fn adapters(list: proto::AdapterList) -> Result<Vec<AdapterFacts>, Error> {
-    let mut faults = Faults::default();
-    check_adapters(&list.adapters, &mut faults);
-    if !faults.0.is_empty() {
-        return Err(Error::invalid(Reason::InvalidRequest, faults.0));
-    }
-    Ok(sorted(list.adapters))
-}
-
 /// By name, so that the same ones in another order are no news.
 fn sorted(adapters: Vec<proto::Adapter>) -> Vec<AdapterFacts> {
     let mut adapters: Vec<AdapterFacts> = adapters.into_iter().map(adapter).collect();
@@ -459,42 +324,6 @@ fn capabilities(c: proto::Capabilities) -> Capabilities {
         max_top_logprobs: c.max_top_logprobs,
         more_follow: c.more_follow,
     }
-}
-
-pub(super) fn reported_state(state: proto::ReplicaState) -> ReportedState {
-    match state {
-        proto::ReplicaState::Draining => ReportedState::Draining,
-        proto::ReplicaState::Unhealthy => ReportedState::Unhealthy,
-        proto::ReplicaState::Ready | proto::ReplicaState::Unspecified => ReportedState::Ready,
-    }
-}
-
-pub(super) fn reports(ranks: Vec<proto::RankStatus>) -> Result<Vec<RankReport>, Error> {
-    let mut faults = Faults::default();
-    faults.check(ranks.len() <= MAX_RANKS, "ranks", "may list 1,024 at most");
-    faults.check(
-        ranks
-            .iter()
-            .all(|r| r.weight_version.len() <= MAX_NAME && is_plain(&r.weight_version)),
-        "ranks.weight_version",
-        "may have 256 bytes at most and hold no control character",
-    );
-    if !faults.0.is_empty() {
-        return Err(Error::invalid(Reason::InvalidRequest, faults.0));
-    }
-    Ok(ranks
-        .into_iter()
-        .map(|r| RankReport {
-            rank: r.rank,
-            healthy: r.healthy,
-            running: r.running,
-            waiting: r.waiting,
-            waiting_uncached_tokens: r.waiting_uncached_tokens,
-            kv_used_tokens: r.kv_used_tokens,
-            weight_version: r.weight_version.into(),
-            paused: r.paused,
-        })
-        .collect())
 }
 
 #[cfg(test)]

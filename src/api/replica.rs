@@ -4,12 +4,12 @@ use std::{net::SocketAddr, sync::Arc};
 
 use tonic::{Request, Response, Status};
 
-use super::{fleet::time, register, write};
+use super::{register, write};
 use crate::{
     auth::{Caller, Role},
     engine::egress::Egress,
     error::{Error, Reason, Violation},
-    fleet::{Beat, Fleet, Registered},
+    fleet::{Fleet, Registered},
     ids::{Incarnation, ReplicaId, Target},
     listen::Peer,
     proto::{self, replica_service_server::ReplicaService},
@@ -107,23 +107,15 @@ impl ReplicaService for Replicas {
         let replica = ReplicaId::new(message.replica_id.clone());
         self.may_speak(&caller, &replica)
             .inspect_err(|error| caller.was_refused("heartbeat", replica.as_str(), error))?;
-        let beat = Beat {
-            replica: replica.clone(),
-            incarnation: Incarnation(message.incarnation),
-            sequence: message.sequence,
-            state: register::reported_state(message.state()),
-            drain_grace: time("drain_grace", message.drain_grace)?,
-            ranks: register::reports(message.ranks)?,
-            adapters: message.adapters.map(register::adapters).transpose()?,
-        };
-        let heard = self.fleet.beat(beat)?;
+        let incarnation = Incarnation(message.incarnation);
+        let heard = self.fleet.beat(register::beat(message)?)?;
         if let Some(principal) = caller.known_as() {
             self.fleet.spoken_for(&replica, principal);
         }
         if let Some(rank) = heard.unwell {
             self.fleet.unreachable(&Target {
                 replica,
-                incarnation: Incarnation(message.incarnation),
+                incarnation,
                 rank,
             });
         }

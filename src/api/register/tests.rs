@@ -229,3 +229,11 @@ fn an_unknown_vocabulary_is_refused_unless_allowed() {
     };
     assert_eq!(facts(unknown, caller(), &rules).unwrap().vocab_size, None);
 }
+
+#[test]
+fn kinds_that_are_not_known_are_refused() {
+    assert_eq!(faults(|m| m.engine = 99), ["engine"]);
+    assert_eq!(faults(|m| m.logprob_mode = 99), ["logprob_mode"]);
+    let untold = facts(message(), caller(), &RULES).unwrap();
+    assert_eq!(untold.logprob_mode, LogprobMode::Unknown);
+}
