@@ -21,7 +21,12 @@ use tracing::{info, warn};
 
 use crate::{
     admin,
-    api::{fleet::FleetView, replica::Replicas, sampling::Sampling, status::explained},
+    api::{
+        explained::{Explained, FLEET_MESSAGE, REPLICA_MESSAGE},
+        fleet::FleetView,
+        replica::Replicas,
+        sampling::Sampling,
+    },
     auth::{Guard, layer::Authenticate},
     config::Config,
     engine::{
@@ -237,9 +242,9 @@ async fn serve(
         egress,
         config.allow_unknown_vocabulary,
     ))
-    .max_decoding_message_size(1 << 20);
+    .max_decoding_message_size(REPLICA_MESSAGE);
     let fleet_view = FleetServiceServer::new(FleetView::new(parts.clone(), drain.clone()))
-        .max_decoding_message_size(1 << 16)
+        .max_decoding_message_size(FLEET_MESSAGE)
         .max_encoding_message_size(limit);
     let reflection = || {
         tonic_reflection::server::Builder::configure()
@@ -276,7 +281,7 @@ async fn serve(
         // The stack keeps the deadline: see `listen`.
         .layer_fn(TakeTimeout::new)
         // Below all that counts or tells errors: those of tonic have a reason too.
-        .map_response(explained)
+        .layer_fn(Explained::new)
         .service(routes);
 
     let server = listen::serve(

@@ -2,6 +2,7 @@
 //! message, an error a status. Nothing is decided here.
 
 mod explain;
+pub mod explained;
 pub mod fleet;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzzing;

@@ -1,10 +1,7 @@
 //! Errors become statuses here, and nowhere else. The table at the end of
 //! `sampling.proto` says the same to users, and a test holds the two together.
 
-use http::HeaderMap;
-use http_body::Frame;
-use http_body_util::BodyExt as _;
-use tonic::{Code, Status, body::Body};
+use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
 use crate::error::{Error, Reason};
@@ -189,49 +186,6 @@ impl From<Error> for Status {
         }
         Self::with_error_details(error.reason.code(), message, details)
     }
-}
-
-/// What tonic itself says of a call, in its headers or in its trailers, with a reason
-/// as every error has one: it reads and writes messages, and no service sees those
-/// that it refuses. Errors of ours are left as they are.
-pub fn explained(response: http::Response<Body>) -> http::Response<Body> {
-    let (mut head, body) = response.into_parts();
-    explain(&mut head.headers);
-    if head.headers.contains_key(Status::GRPC_STATUS) {
-        // That was all.
-        return http::Response::from_parts(head, body);
-    }
-    let body = body.map_frame(|frame| match frame.into_trailers() {
-        Ok(mut trailers) => {
-            explain(&mut trailers);
-            Frame::trailers(trailers)
-        }
-        Err(data) => data,
-    });
-    http::Response::from_parts(head, Body::new(body))
-}
-
-fn explain(headers: &mut HeaderMap) {
-    if headers.contains_key(Status::GRPC_STATUS_DETAILS) {
-        return;
-    }
-    let Some(status) = Status::from_header_map(headers) else {
-        return;
-    };
-    let said = status.message();
-    let error = match status.code() {
-        Code::OutOfRange => Error::new(Reason::MessageTooLarge, said),
-        // Of a message that is none, or not the one of this method.
-        Code::Internal => Error::new(
-            Reason::InvalidRequest,
-            format!("the request cannot be read: {said}"),
-        ),
-        Code::Unimplemented => Error::new(Reason::NotImplemented, said),
-        _ => return,
-    };
-    headers.remove(Status::GRPC_MESSAGE);
-    // It fits: what is said is bounded.
-    let _ = Status::from(error).add_header(headers);
 }
 
 /// A fault of our own of which nothing may be told.

@@ -25,9 +25,13 @@
 //! Closed: the keys that live there make a detour. Given up, or ejected: they
 //! move at their next turn.
 
+mod config;
+
 use std::time::Duration;
 
 use tokio::time::Instant;
+
+pub use self::config::HealthConfig;
 
 /// Failures closer to each other than this have one cause: a burst of broken
 /// connections is one failure.
@@ -36,64 +40,12 @@ const ONE_CAUSE: Duration = Duration::from_millis(200);
 /// A streak in which nothing happened for so long is over.
 const STREAK_ENDS: Duration = Duration::from_secs(600);
 
-/// How patient the data path is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HealthConfig {
-    /// Failures in a row, of more than one prompt, that eject a rank.
-    pub eject_after: u32,
-    /// A rank with requests that gives none of them anything for so long, and for
-    /// what its longest prompt takes, hangs.
-    pub hang_after: Duration,
-    /// Prompt tokens a second that the slowest engine computes.
-    pub slowest_prefill: u32,
-    /// Tokens a second that the slowest engine generates for one request.
-    pub slowest_decode: u32,
-    /// The first ejection lasts so long.
-    pub first_term: Duration,
-    /// No ejection lasts longer.
-    pub longest_term: Duration,
-    /// Probes in a row that end an ejection, and good beats in a row that end an
-    /// illness.
-    pub probes_to_return: u32,
-    /// Trusted for so long, earlier ejections are forgotten.
-    pub forgiven_after: Duration,
-    /// So long after a rank was ejected because it hangs, what was sent there is
-    /// given up for lost even when it answers no abort.
-    pub fence_after: Duration,
-}
-
-impl Default for HealthConfig {
-    fn default() -> Self {
-        Self {
-            eject_after: 5,
-            hang_after: Duration::from_secs(15),
-            slowest_prefill: 2000,
-            slowest_decode: 5,
-            first_term: Duration::from_secs(5),
-            longest_term: Duration::from_secs(300),
-            probes_to_return: 2,
-            forgiven_after: Duration::from_secs(600),
-            fence_after: Duration::from_secs(5),
-        }
-    }
-}
-
-impl HealthConfig {
-    /// How long an attempt is waited for: the engine may compute `prompt` tokens
-    /// and generate `frame` tokens before it says anything.
-    pub fn patience(&self, prompt: u32, frame: u32) -> Duration {
-        let seconds = |tokens: u32, rate: u32| f64::from(tokens) / f64::from(rate.max(1));
-        let work = seconds(prompt, self.slowest_prefill) + seconds(frame, self.slowest_decode);
-        self.hang_after + Duration::try_from_secs_f64(work).unwrap_or(Duration::ZERO)
-    }
-
-    /// How long the ejection after so many others lasts.
-    pub fn term(&self, ejections: u32) -> Duration {
-        self.first_term
-            .saturating_mul(1 << ejections.min(20))
-            .min(self.longest_term)
-    }
-}
+/// Why a rank is closed on its sidecar's word.
+const ILL: &str = "its sidecar reports it unhealthy: its engine does not answer, or was busy and \
+                   said nothing of this rank for the sidecar's --frozen-after";
+/// Why it is given up.
+const LONG_ILL: &str = "its sidecar has reported it unhealthy (see the sidecar's --frozen-after) \
+                        for as long as a lease lasts (by the server's --heartbeat-interval)";
 
 /// Why a rank was ejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -250,10 +202,8 @@ impl RankHealth {
             (Standing::Ejected { why, .. } | Standing::OnTrial { why, .. }, _) => {
                 Fitness::Out(why.text())
             }
-            (Standing::Trusted, Word::Ill { given_up: true, .. }) => {
-                Fitness::Out("it has made no progress for long")
-            }
-            (Standing::Trusted, Word::Ill { .. }) => Fitness::Closed("it makes no progress"),
+            (Standing::Trusted, Word::Ill { given_up: true, .. }) => Fitness::Out(LONG_ILL),
+            (Standing::Trusted, Word::Ill { .. }) => Fitness::Closed(ILL),
             (Standing::Trusted, Word::Well) => Fitness::Fit,
         }
     }

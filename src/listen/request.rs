@@ -64,7 +64,7 @@ where
                 Reason::HeadersTooLarge,
                 format!(
                     "the request's headers have {bytes} bytes, 32 for each included; at most {} \
-                     are taken",
+                     are taken (--max-header-bytes of the server)",
                     self.limits.header_bytes
                 ),
             );
@@ -150,7 +150,11 @@ impl Body for Coming {
                 } else {
                     let error = Error::new(
                         Reason::ReceivingFull,
-                        "too many bytes of unfinished requests are here already",
+                        format!(
+                            "as many bytes of messages that are not whole are here already, of \
+                             all callers, as may be: {} (--max-unfinished-bytes of the server)",
+                            me.limits.unfinished_bytes
+                        ),
                     );
                     let error = me.refuse(RequestLimit::UnfinishedBytes, error);
                     return Poll::Ready(Some(Err(error)));
@@ -172,7 +176,17 @@ impl Body for Coming {
                 }
                 let error = Error::new(
                     Reason::RequestTooSlow,
-                    "the request did not arrive whole in time",
+                    match patience {
+                        Patience::Until(_) => format!(
+                            "the request's message was not here whole {:?} after its headers \
+                             (--body-timeout of the server)",
+                            me.limits.body
+                        ),
+                        Patience::Between(long) => format!(
+                            "no message came on this stream for {long:?} (--idle-timeout of the \
+                             server)"
+                        ),
+                    },
                 );
                 let error = me.refuse(RequestLimit::Body, error);
                 Poll::Ready(Some(Err(error)))

@@ -85,6 +85,7 @@ async fn a_body_that_takes_too_long_is_refused() {
     let status = status.unwrap();
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     assert_eq!(reason(&status), "REQUEST_TOO_SLOW");
+    assert!(status.message().contains("--body-timeout"), "{status}");
     plane.refused("body", 1.0).await;
     // A slow answer is no slow request.
     plane.client().sample(request(20)).await.unwrap();
@@ -105,6 +106,10 @@ async fn bytes_of_unfinished_requests_are_bounded() {
     let status = refused.answer.await.unwrap();
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
     assert_eq!(reason(&status), "RECEIVING_FULL");
+    assert!(
+        status.message().contains("--max-unfinished-bytes"),
+        "{status}"
+    );
     assert!(status.get_details_retry_info().is_some());
     plane.refused("unfinished_bytes", 1.0).await;
     // Small ones still find room, and what is given up leaves it.
@@ -148,6 +153,7 @@ async fn headers_that_are_too_large_are_refused_with_a_reason() {
     let status = plane.client().sample(large).await.unwrap_err();
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
     assert_eq!(reason(&status), "HEADERS_TOO_LARGE");
+    assert!(status.message().contains("--max-header-bytes"), "{status}");
     plane.refused("headers", 1.0).await;
     plane.serves().await;
 }
@@ -160,6 +166,7 @@ async fn a_message_that_is_too_large_is_refused() {
     let status = plane.client().sample(large).await.unwrap_err();
     assert_eq!(status.code(), Code::OutOfRange, "{status}");
     assert_eq!(reason(&status), "MESSAGE_TOO_LARGE");
+    assert!(status.message().contains("--max-message-bytes"), "{status}");
     let series = "berth_requests_total{method=\"berth.v1.SamplingService/Sample\",\
                   code=\"OUT_OF_RANGE\",reason=\"MESSAGE_TOO_LARGE\"}";
     plane.counts(series, 1.0).await;

@@ -1,8 +1,9 @@
 //! What is refused, how, and that nothing of it reaches an engine.
 
 use berth::proto::{
-    HeartbeatResponse, Logprobs, SampleRequest, StopStrings, TokenIds, WeightsConstraint,
-    sample_request::Prompt, weights_constraint::Constraint,
+    HeartbeatResponse, Logprobs, RegisterReplicaRequest, SampleRequest, StopStrings, TokenIds,
+    WeightsConstraint, replica_service_client::ReplicaServiceClient, sample_request::Prompt,
+    weights_constraint::Constraint,
 };
 use tonic::Code;
 use tonic_types::StatusExt;
@@ -199,9 +200,22 @@ async fn a_message_beyond_the_limit_is_refused() {
     large.prompt = Some(Prompt::TokenIdsLe(vec![0; 1 << 17].into()));
     let large = cluster.sample(large).await;
     let status = refused(large, Code::OutOfRange, "MESSAGE_TOO_LARGE");
-    for size in ["131", "65536"] {
-        assert!(status.message().contains(size), "{status}");
+    for told in ["the request", "131", "65536", "--max-message-bytes"] {
+        assert!(status.message().contains(told), "{status}");
     }
+    // A sidecar's messages have a bound that no option moves.
+    let address = cluster.playground.server().grpc_address();
+    let large = RegisterReplicaRequest {
+        model: "m".repeat(2 << 20),
+        ..RegisterReplicaRequest::default()
+    };
+    let mut replicas = ReplicaServiceClient::connect(format!("http://{address}"))
+        .await
+        .unwrap();
+    let status = replicas.register_replica(large).await.unwrap_err();
+    assert_eq!(reason(&status), "MESSAGE_TOO_LARGE", "{status}");
+    assert!(status.message().contains("1048576"), "{status}");
+    assert!(!status.message().contains("--max"), "{status}");
     cluster.stop().await;
 }
 
@@ -210,11 +224,11 @@ async fn an_answer_beyond_the_limit_says_so() {
     let cluster = Cluster::with(1, instant(), |c| c.max_message_bytes = 1 << 16).await;
     let mut long = request(&[1], 4000);
     long.num_samples = Some(16);
-    refused(
-        cluster.sample(long).await,
-        Code::OutOfRange,
-        "MESSAGE_TOO_LARGE",
-    );
+    let long = cluster.sample(long).await;
+    let status = refused(long, Code::OutOfRange, "MESSAGE_TOO_LARGE");
+    for told in ["the answer", "65536", "--max-message-bytes"] {
+        assert!(status.message().contains(told), "{status}");
+    }
     cluster.stop().await;
 }
 

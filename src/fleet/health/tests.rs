@@ -152,7 +152,13 @@ async fn the_sidecars_bad_word_closes_at_once_and_two_good_ones_open() {
     let mut health = RankHealth::new(t);
     assert!(!health.heard(true, t, &C));
     assert!(health.heard(false, t, &C));
-    assert!(matches!(health.fitness(), Fitness::Closed(_)));
+    let Fitness::Closed(why) = health.fitness() else {
+        panic!("{:?}", health.fitness());
+    };
+    // Who says so, and what bounds it.
+    for word in ["sidecar", "--frozen-after"] {
+        assert!(why.contains(word), "{why}");
+    }
     assert!(!health.may_be_probed());
     health.heard(true, t, &C);
     health.heard(false, t, &C);
@@ -169,7 +175,12 @@ async fn an_illness_that_lasts_moves_the_keys() {
     health.heard(false, t, &C);
     assert!(!health.tick(t + secs(11.9), TTL));
     assert!(health.tick(t + TTL, TTL));
-    assert!(matches!(health.fitness(), Fitness::Out(_)));
+    let Fitness::Out(why) = health.fitness() else {
+        panic!("{:?}", health.fitness());
+    };
+    for word in ["sidecar", "--frozen-after", "--heartbeat-interval"] {
+        assert!(why.contains(word), "{why}");
+    }
     health.heard(true, t + TTL, &C);
     assert!(health.heard(true, t + TTL, &C));
     assert_eq!(health.fitness(), Fitness::Fit);
