@@ -217,7 +217,8 @@ async fn the_fleet_is_shown() {
         ["a", "1", "healthy", "Qwen/Qwen3-8B", &weights, "1/1", "0"]
     );
     let none = fleet.run(&["replicas", "--model", "other"]).await;
-    assert_eq!((none.code, none.out.as_str()), (0, "no replica is known\n"));
+    let told = "no replica of model other is known\n";
+    assert_eq!((none.code, none.out.as_str()), (0, told));
 
     let one = fleet.run(&["replica", &home]).await;
     assert_eq!(one.code, 0);
@@ -350,8 +351,12 @@ async fn errors_say_what_to_do_in_one_line_and_have_exit_codes() {
         "nobody serves any model: {said}"
     );
     let ran = run(&serve.url, &["drain", "x", "--grace", "48h"]).await;
-    let said = complaint(&ran, 1);
-    assert!(said.contains("24 h"), "{said}");
+    assert_eq!(ran.code, 2, "{}", ran.err);
+    assert!(ran.err.contains("--grace") && ran.err.contains("24h"));
+    // What the control plane finds wrong with what was asked for.
+    let ran = run(&serve.url, &["explain", "--num-samples", "0"]).await;
+    let said = complaint(&ran, 2);
+    assert!(said.contains("num_samples"), "{said}");
     assert_eq!(run(&serve.url, &["drain"]).await.code, 2);
     assert_eq!(
         run(&serve.url, &["drain", "x", "--grace", "soon"])
@@ -360,9 +365,32 @@ async fn errors_say_what_to_do_in_one_line_and_have_exit_codes() {
         2
     );
 
-    let ran = run("nonsense", &["replicas"]).await;
-    let said = complaint(&ran, 1);
-    assert!(said.contains("BERTH_URL"), "{said}");
+    let plain = serve.url.trim_start_matches("http://");
+    for args in [
+        &["replicas"][..],
+        &["replica", "r"],
+        &["drain", "r"],
+        &["resume", "r"],
+        &["pin", "k"],
+        &["explain"],
+        &["stats"],
+        &["purge", "--tenant", "t"],
+    ] {
+        let ran = run(plain, args).await;
+        let said = complaint(&ran, 2);
+        assert!(
+            said.contains("BERTH_URL") && said.contains(&format!("write {}", serve.url)),
+            "{said}"
+        );
+    }
+    // A file is what is wrong, not the address.
+    let ran = run(&serve.url, &["stats", "--token-file", "/nonexistent/t"]).await;
+    let said = complaint(&ran, 2);
+    assert!(
+        said.contains("--token-file") && said.contains("/nonexistent/t: No such file"),
+        "{said}"
+    );
+    assert!(!said.contains("--url"), "{said}");
     // A port where nobody listens: bound, so that nobody else takes it.
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();

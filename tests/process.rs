@@ -10,7 +10,7 @@
 #[path = "support/process.rs"]
 mod process;
 
-use std::{os::unix::fs::PermissionsExt, time::Duration};
+use std::{os::unix::fs::PermissionsExt, process::Stdio, time::Duration};
 
 use berth::{
     engine::sim::{SimConfig, SimEngine, SimHandle},
@@ -194,6 +194,127 @@ fn faults_of_credentials_and_of_tls_are_told_with_all_others() {
         assert!(!dir.path().join("audit").exists(), "nothing is made");
         assert!(!dir.path().join("store").exists(), "nothing is made");
     }
+}
+
+#[test]
+fn wrong_usage_of_any_command_has_the_exit_code_that_clap_has_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let events = file("events", "later die 1\n");
+    let toml = file("berth.toml", "max-pins = \"many\"\n");
+    let (ran, out) = (dir.path().join("ran"), dir.path().join("token"));
+    let (ran, out) = (ran.to_str().unwrap(), out.to_str().unwrap());
+    let small = ["simulate", "--workload", "ablation", "--sessions", "1"];
+    let sidecar = ["sidecar", "--engine-url", "http://127.0.0.1:1"];
+    for (args, says) in [
+        (&["serve", "--load-factor", "0"][..], &["load-factor"][..]),
+        (&["serve", "--config", &toml], &["max-pins"]),
+        (
+            &["serve", "--config", "/nonexistent/c"],
+            &["--config", "/nonexistent/c"],
+        ),
+        (
+            &[&sidecar[..], &["--control-plane", "127.0.0.1:7700"]].concat(),
+            &["--control-plane", "write http://127.0.0.1:7700"],
+        ),
+        (
+            &[
+                &sidecar[..],
+                &["--replica-id", "a b", "--token-file", "/nonexistent/t"],
+            ]
+            .concat(),
+            &["--replica-id", "--token-file", "/nonexistent/t"],
+        ),
+        (
+            &["sidecar", "--engine-url", "127.0.0.1:30000"],
+            &["--engine-url", "write http://127.0.0.1:30000"],
+        ),
+        (&[&sidecar[..], &["--log", "a=b=c"]].concat(), &["--log"]),
+        (
+            &["sim-engine", "--ranks", "0", "--time-scale=-1"],
+            &["--ranks", "--time-scale"],
+        ),
+        (
+            &["demo", "--time-scale", "0", "--out", ran],
+            &["--time-scale"],
+        ),
+        (
+            &[
+                "bench",
+                "affinity",
+                "--turns",
+                "1",
+                "--control-plane",
+                "x",
+                "--out",
+                ran,
+            ],
+            &["--turns", "--control-plane"],
+        ),
+        (
+            &["bench", "affinity", "--token-file", "/nonexistent/t"],
+            &["--token-file", "/nonexistent/t"],
+        ),
+        (
+            &[&small[..], &["--policies", "hash,hash"]].concat(),
+            &["--policies"],
+        ),
+        (&[&small[..], &["--replicas", "0"]].concat(), &["replicas"]),
+        (
+            &[&small[..], &["--events-file", &events]].concat(),
+            &["--events-file", &events],
+        ),
+        (
+            &[
+                "token",
+                "--principal",
+                "a b",
+                "--role",
+                "king",
+                "--out",
+                out,
+            ],
+            &["name=value"],
+        ),
+        (
+            &[
+                "token",
+                "--principal",
+                "a",
+                "--role",
+                "admin",
+                "--valid-for",
+                "999y",
+                "--out",
+                out,
+            ],
+            &["--valid-for"],
+        ),
+        (
+            &[
+                "token",
+                "--principal",
+                "a",
+                "--role",
+                "admin",
+                "--from-stdin",
+            ],
+            &["standard input"],
+        ),
+    ] {
+        let ran = berth().args(args).stdin(Stdio::null()).output().unwrap();
+        let told = String::from_utf8(ran.stderr).unwrap();
+        assert_eq!(ran.status.code(), Some(2), "{args:?}: {told}");
+        for say in says {
+            assert!(told.contains(say), "{say} for {args:?}: {told}");
+        }
+    }
+    let made = std::fs::read_dir(dir.path()).unwrap().count();
+    assert_eq!(made, 2, "nothing is made");
 }
 
 #[test]

@@ -7,7 +7,7 @@
 use std::{
     future::Future,
     io,
-    path::PathBuf,
+    path::{Path, PathBuf},
     pin::Pin,
     sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll},
@@ -15,7 +15,7 @@ use std::{
 };
 
 use http::Uri;
-use hyper_util::rt::TokioIo;
+use hyper_util::{client::legacy::connect::HttpConnector, rt::TokioIo};
 use rustls::{ClientConfig, pki_types::ServerName};
 use tokio::{
     io::{AsyncRead, AsyncWrite},
@@ -29,10 +29,17 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-use super::{files, tls, token::Token};
+use super::{
+    files,
+    scheme::{self, Sniffed},
+    tls,
+    token::Token,
+};
 
 /// How often a token's file is read again, while calls are made.
 const FRESH: Duration = Duration::from_secs(1);
+
+const TOKEN: &str = "--token-file (BERTH_TOKEN_FILE)";
 
 /// A channel on which every call shows who makes it.
 pub type Wire = InterceptedService<Channel, Bearer>;
@@ -64,62 +71,90 @@ pub struct Access {
     pub tls_key: Option<PathBuf>,
 }
 
+/// Why there is no channel.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoWire {
+    /// The URL is none of a control plane.
+    #[error("{0}")]
+    Url(String),
+    /// A file is missing or of no use. It says which, and by which option it was named.
+    #[error("{0}")]
+    File(String),
+}
+
 impl Access {
-    /// A channel to `endpoint`; nothing is connected yet.
+    /// A channel to the control plane at `url`, as `set_up` wants it; nothing is
+    /// connected yet.
     ///
     /// # Errors
-    /// What is wrong with the URL or with a file.
-    pub fn wire(&self, endpoint: &Endpoint) -> Result<Wire, String> {
-        let uri = endpoint.uri();
-        let authority = uri.authority().map_or("", |authority| authority.as_str());
-        // Not shown: there may be a password in it.
-        if authority.contains('@') || uri.path().len() > 1 || uri.query().is_some() {
-            return Err(
-                "the URL of the control plane must be http://host:port or https://host:port, \
-                 without user, path or query: gRPC has paths of its own, and credentials go in \
-                 a file"
-                    .to_owned(),
-            );
+    /// All that is wrong with the URL and with the files.
+    pub fn wire(
+        &self,
+        url: &str,
+        set_up: impl FnOnce(Endpoint) -> Endpoint,
+    ) -> Result<Wire, Vec<NoWire>> {
+        let mut faults = Vec::new();
+        let endpoint = endpoint(url).map_err(|fault| faults.push(NoWire::Url(fault)));
+        let https = url
+            .get(..6)
+            .is_some_and(|scheme| scheme.eq_ignore_ascii_case("https:"));
+        if https {
+            // Told now, not at the first call.
+            let config = self.client_config();
+            faults.extend(config.err().into_iter().flatten().map(NoWire::File));
         }
-        let channel = match (uri.host(), uri.scheme_str()) {
-            (Some(_), Some("http")) => endpoint.connect_lazy(),
-            (Some(_), Some("https")) => {
-                if self.tls_ca.is_none() {
-                    return Err(format!(
-                        "{uri}: tls-ca is needed, the authorities by which its certificate is known"
-                    ));
-                }
-                // Told now, not at the first call.
-                self.client_config()?;
-                endpoint.connect_with_connector_lazy(Connector(Arc::new(self.clone())))
-            }
-            _ => {
-                return Err(format!(
-                    "{uri}: http://host:port or https://host:port is needed"
-                ));
-            }
-        };
         let bearer = Bearer::new(self.token_file.clone());
-        bearer.value()?;
-        Ok(InterceptedService::new(channel, bearer))
+        faults.extend(bearer.value().err().map(NoWire::File));
+        match endpoint {
+            Ok(endpoint) if faults.is_empty() => {
+                let endpoint = set_up(endpoint);
+                let connector = if https {
+                    Connector::Tls(Arc::new(self.clone()))
+                } else {
+                    Connector::Plain(scheme::plain(&endpoint))
+                };
+                let channel = endpoint.connect_with_connector_lazy(connector);
+                Ok(InterceptedService::new(channel, bearer))
+            }
+            _ => Err(faults),
+        }
     }
 
-    fn client_config(&self) -> Result<ClientConfig, String> {
-        let ca = self.tls_ca.as_ref().ok_or("tls-ca is needed")?;
-        let roots = tls::authorities(ca, &files::read(ca)?.bytes)?;
+    fn client_config(&self) -> Result<ClientConfig, Vec<String>> {
+        const CA: &str = "--tls-ca (BERTH_TLS_CA)";
+        const CERT: &str = "--tls-cert (BERTH_CLIENT_TLS_CERT)";
+        const KEY: &str = "--tls-key (BERTH_CLIENT_TLS_KEY)";
+        let mut faults = Vec::new();
+        let roots = match &self.tls_ca {
+            Some(ca) => of_file(CA, ca, tls::authorities),
+            None => Err(format!(
+                "{CA}: an https URL needs it, the authorities by which the control plane's \
+                 certificate is known"
+            )),
+        };
+        let roots = roots.map_err(|fault| faults.push(fault));
+        let own = self.tls_cert.as_ref().zip(self.tls_key.as_ref());
+        let own = own.map(|(cert, key)| {
+            let chain = of_file(CERT, cert, tls::certificates);
+            let key = of_file(KEY, key, tls::private_key);
+            let chain = chain.map_err(|fault| faults.push(fault));
+            let key = key.map_err(|fault| faults.push(fault));
+            chain.ok().zip(key.ok()).zip(Some(cert))
+        });
+        let Ok(roots) = roots else {
+            return Err(faults);
+        };
+        let one = |fault: String| vec![fault];
         let builder = ClientConfig::builder_with_provider(tls::provider())
             .with_safe_default_protocol_versions()
-            .map_err(|e| e.to_string())?
+            .map_err(|e| one(e.to_string()))?
             .with_root_certificates(roots);
-        let mut config = match (&self.tls_cert, &self.tls_key) {
-            (Some(cert), Some(key)) => {
-                let chain = tls::certificates(cert, &files::read(cert)?.bytes)?;
-                let key_bytes = files::read(key)?.bytes;
-                builder
-                    .with_client_auth_cert(chain, tls::private_key(key, &key_bytes)?)
-                    .map_err(|e| format!("{}: {e}", cert.display()))?
-            }
-            _ => builder.with_no_client_auth(),
+        let mut config = match own {
+            Some(Some(((chain, key), cert))) => builder
+                .with_client_auth_cert(chain, key)
+                .map_err(|e| one(format!("{CERT}: {}: {e}", cert.display())))?,
+            Some(None) => return Err(faults),
+            None => builder.with_no_client_auth(),
         };
         config.alpn_protocols = vec![b"h2".to_vec()];
         Ok(config)
@@ -132,34 +167,99 @@ impl Access {
         let name = ServerName::try_from(host.to_owned()).map_err(|e| invalid(e.to_string()))?;
         let access = self.clone();
         let config = tokio::task::spawn_blocking(move || access.client_config());
-        let config = config.await.map_err(io::Error::other)?.map_err(invalid)?;
+        let config = config.await.map_err(io::Error::other)?;
+        let config = config.map_err(|faults| invalid(faults.join("; ")))?;
         let stream = TcpStream::connect((host, uri.port_u16().unwrap_or(443))).await?;
         stream.set_nodelay(true)?;
         let connector = tokio_rustls::TlsConnector::from(Arc::new(config));
-        Ok(Box::new(connector.connect(name, stream).await?))
+        let shaken = connector.connect(name, stream).await;
+        Ok(Box::new(shaken.map_err(scheme::unshaken)?))
     }
+}
+
+/// What a file holds, or what is wrong with it, by its option and its name.
+fn of_file<T>(
+    option: &str,
+    path: &Path,
+    parse: impl FnOnce(&Path, &[u8]) -> Result<T, String>,
+) -> Result<T, String> {
+    files::read(path)
+        .and_then(|content| parse(path, &content.bytes))
+        .map_err(|fault| format!("{option}: {fault}"))
+}
+
+/// An endpoint of this URL.
+fn endpoint(url: &str) -> Result<Endpoint, String> {
+    const FORM: &str = "http://host:port, or https://host:port where it speaks TLS";
+    // Not shown: there may be a password in it.
+    if url.contains('@') {
+        return Err(format!(
+            "the URL of the control plane must be {FORM}, without user, path or query: \
+             credentials go in a file"
+        ));
+    }
+    let is_one = |url: &str| {
+        let uri: Option<Uri> = url.parse().ok();
+        let web = |uri: &Uri| matches!(uri.scheme_str(), Some("http" | "https"));
+        uri.filter(|uri| web(uri) && uri.host().is_some_and(|host| !host.is_empty()))
+    };
+    let Some(uri) = is_one(url) else {
+        let with = format!("http://{url}");
+        return Err(if !url.contains("://") && is_one(&with).is_some() {
+            format!("{url:?} has no scheme: write {with}, or https://{url} where it speaks TLS")
+        } else {
+            format!("{url:?} is no address of a control plane: write {FORM}")
+        });
+    };
+    if uri.path().len() > 1 || uri.query().is_some() {
+        return Err(format!(
+            "{url:?}: the URL of the control plane must be {FORM}, without user, path or query: \
+             gRPC has paths of its own"
+        ));
+    }
+    Endpoint::from_shared(url.to_owned())
+        .map_err(|_| format!("{url:?} is no address of a control plane: write {FORM}"))
 }
 
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
-/// TLS connections; the endpoint's time limit is around it.
+/// Connections; the endpoint's time limit is around them.
 #[derive(Clone, Debug)]
-struct Connector(Arc<Access>);
+enum Connector {
+    Plain(HttpConnector),
+    Tls(Arc<Access>),
+}
 
 impl tower::Service<Uri> for Connector {
     type Response = TokioIo<Box<dyn Stream>>;
-    type Error = io::Error;
-    type Future = Pin<Box<dyn Future<Output = io::Result<Self::Response>> + Send>>;
+    type Error = tower::BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, tower::BoxError>> + Send>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Ok(()))
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), tower::BoxError>> {
+        match self {
+            Self::Plain(plain) => plain.poll_ready(context).map_err(Into::into),
+            Self::Tls(_) => Poll::Ready(Ok(())),
+        }
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        let access = Arc::clone(&self.0);
-        Box::pin(async move { access.connect(&uri).await.map(TokioIo::new) })
+        match self {
+            Self::Plain(plain) => {
+                let connecting = plain.call(uri);
+                Box::pin(async move {
+                    let stream = connecting.await?.into_inner();
+                    Ok(TokioIo::new(
+                        Box::new(Sniffed::new(stream)) as Box<dyn Stream>
+                    ))
+                })
+            }
+            Self::Tls(access) => {
+                let access = Arc::clone(access);
+                Box::pin(async move { Ok(TokioIo::new(access.connect(&uri).await?)) })
+            }
+        }
     }
 }
 
@@ -175,6 +275,17 @@ pub fn unsent(status: &Status) -> bool {
         cause = error.source();
     }
     false
+}
+
+/// The innermost reason that a transport gives: "transport error" says nothing.
+pub fn cause(status: &Status) -> String {
+    let mut cause: Option<&dyn std::error::Error> = std::error::Error::source(status);
+    let mut text = status.message().to_owned();
+    while let Some(error) = cause {
+        text = error.to_string();
+        cause = error.source();
+    }
+    text
 }
 
 /// Sends the token of a file with every call.
@@ -222,13 +333,14 @@ impl TokenFile {
     }
 
     fn read(&self) -> Result<AsciiMetadataValue, String> {
-        let fault = |what: &str| format!("{}: {what}", self.path.display());
-        let bytes = files::read(&self.path)?.bytes;
-        let text = std::str::from_utf8(&bytes).map_err(|_| fault("is not UTF-8"))?;
-        let token = Token::parse(text).map_err(|why| fault(&why.to_string()))?;
+        let token = of_file(TOKEN, &self.path, |path, bytes| {
+            let fault = |what: String| format!("{}: {what}", path.display());
+            let text = std::str::from_utf8(bytes).map_err(|_| fault("is not UTF-8".to_owned()))?;
+            Token::parse(text).map_err(|why| fault(format!("holds no token: {why}")))
+        })?;
         let mut value: AsciiMetadataValue = format!("Bearer {}", token.expose())
             .parse()
-            .map_err(|_| fault("holds no token"))?;
+            .map_err(|_| format!("{TOKEN}: {}: holds no token", self.path.display()))?;
         value.set_sensitive(true);
         Ok(value)
     }
@@ -249,6 +361,11 @@ impl Interceptor for Bearer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn told(faults: &[NoWire]) -> String {
+        let faults: Vec<String> = faults.iter().map(NoWire::to_string).collect();
+        faults.join("; ")
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_token_is_exchanged_by_writing_the_file_anew() {
@@ -277,26 +394,60 @@ mod tests {
 
     #[tokio::test]
     async fn what_cannot_work_is_said_before_the_first_call() {
-        let wire =
-            |access: Access, url: &'static str| access.wire(&Endpoint::from_static(url)).map(drop);
+        let wire = |access: Access, url: &str| access.wire(url, |endpoint| endpoint).map(drop);
+        let fault = |access: Access, url: &str| told(&wire(access, url).unwrap_err());
         assert_eq!(wire(Access::default(), "http://127.0.0.1:7700"), Ok(()));
-        let fault = wire(Access::default(), "https://127.0.0.1:7700").unwrap_err();
-        assert!(fault.contains("tls-ca"), "{fault}");
-        assert!(wire(Access::default(), "ftp://127.0.0.1:7700").is_err());
+        let https = fault(Access::default(), "https://127.0.0.1:7700");
+        assert!(https.contains("--tls-ca"), "{https}");
+        for (url, say) in [
+            ("ftp://127.0.0.1:7700", "write http://host:port"),
+            ("127.0.0.1:7700", "write http://127.0.0.1:7700,"),
+            ("berth", "write http://berth,"),
+            ("http://", "write http://host:port"),
+            ("nonsense x", "write http://host:port"),
+            ("", "write http://host:port"),
+        ] {
+            let fault = fault(Access::default(), url);
+            assert!(fault.contains(say), "{fault}");
+        }
         for dropped in [
             "http://127.0.0.1:7700/berth",
             "http://127.0.0.1:7700?x",
             "http://user:secret@127.0.0.1:7700",
+            "user:secret@127.0.0.1:7700",
         ] {
-            let fault = wire(Access::default(), dropped).unwrap_err();
+            let fault = fault(Access::default(), dropped);
             assert!(fault.contains("without user, path or query"), "{fault}");
             assert!(!fault.contains("secret"), "{fault}");
         }
         assert_eq!(wire(Access::default(), "http://127.0.0.1:7700/"), Ok(()));
+    }
+
+    #[tokio::test]
+    async fn all_files_that_are_of_no_use_are_told_by_their_options_and_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let cert = dir.path().join("cert");
+        std::fs::write(&cert, "no PEM").unwrap();
         let access = Access {
             token_file: Some("/nonexistent/token".into()),
-            ..Access::default()
+            tls_ca: Some("/nonexistent/ca".into()),
+            tls_cert: Some(cert.clone()),
+            tls_key: Some("/nonexistent/key".into()),
         };
-        assert!(wire(access, "http://127.0.0.1:7700").is_err());
+        let faults = access.wire("https://", |endpoint| endpoint).unwrap_err();
+        assert_eq!(faults.len(), 5, "{faults:?}");
+        assert!(matches!(faults[0], NoWire::Url(_)), "{faults:?}");
+        let told = told(&faults);
+        for (option, path) in [
+            ("--token-file (BERTH_TOKEN_FILE)", "/nonexistent/token"),
+            ("--tls-ca (BERTH_TLS_CA)", "/nonexistent/ca"),
+            ("--tls-cert (BERTH_CLIENT_TLS_CERT)", cert.to_str().unwrap()),
+            ("--tls-key (BERTH_CLIENT_TLS_KEY)", "/nonexistent/key"),
+        ] {
+            assert!(told.contains(&format!("{option}: {path}: ")), "{told}");
+        }
+        // Nobody needs the others where nothing is encrypted.
+        let plain = access.wire("http://h:1", |endpoint| endpoint).unwrap_err();
+        assert!(matches!(&plain[..], [NoWire::File(_)]), "{plain:?}");
     }
 }

@@ -19,6 +19,7 @@ mod gate;
 pub mod layer;
 pub mod methods;
 mod reload;
+mod scheme;
 pub mod tls;
 pub mod token;
 

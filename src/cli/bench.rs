@@ -4,6 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::Subcommand;
 
+use super::{make, operator::usage};
 use crate::{
     auth::client::Access,
     harness::{
@@ -125,11 +126,6 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 }
 
 async fn affinity(args: AffinityArgs) -> anyhow::Result<()> {
-    // Before minutes of measuring, not after.
-    if let Some(dir) = &args.out {
-        use anyhow::Context as _;
-        std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    }
     let bench = AffinityBench {
         control_plane: args.control_plane,
         access: args.access,
@@ -150,6 +146,11 @@ async fn affinity(args: AffinityArgs) -> anyhow::Result<()> {
         request_timeout: args.request_timeout,
         time_scale: args.time_scale,
     };
+    bench.check().map_err(usage)?;
+    // Before minutes of measuring, not after.
+    if let Some(dir) = &args.out {
+        make(dir)?;
+    }
     let report = harness::run(bench, Bar::new()).await?;
     super::print(&report.table())?;
     if let Some(dir) = &args.out {

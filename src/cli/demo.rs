@@ -3,8 +3,9 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 
+use super::{make, operator::usage};
 use crate::{
     engine::sim::SimConfig,
     harness::{
@@ -17,6 +18,9 @@ use crate::{
 
 /// Replicas of one H100 each, as in the origin.
 const REPLICAS: u32 = 8;
+
+/// Slower ones nobody waits for.
+const MAX_SCALE: f64 = 1000.0;
 
 /// Options.
 #[derive(Debug, clap::Args)]
@@ -41,8 +45,11 @@ pub struct Args {
 /// # Errors
 /// What stops it.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    std::fs::create_dir_all(&args.out)
-        .with_context(|| format!("cannot make {}", args.out.display()))?;
+    if !(args.time_scale.is_finite() && args.time_scale > 0.0 && args.time_scale <= MAX_SCALE) {
+        let fault = anyhow!("--time-scale: must be a number above 0 and at most {MAX_SCALE}");
+        return Err(usage(fault));
+    }
+    make(&args.out)?;
     let store = args.out.join("store");
     remove(&store)?;
     let result = ablation(&args, &store).await;

@@ -5,7 +5,10 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::operator::{self, Connection, Failure, Operator, in_flight, json, seconds, table};
-use crate::proto::{DrainReplicaRequest, GetReplicaRequest, Replica, ReplicaHealth};
+use crate::{
+    fleet::drain::MAX_GRACE,
+    proto::{DrainReplicaRequest, GetReplicaRequest, Replica, ReplicaHealth},
+};
 
 /// Between looks while it waits.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -23,8 +26,8 @@ pub struct Args {
     /// Its id, as `berth replicas` shows it.
     replica: String,
     /// How long trajectories that live there may take more turns there; 0s: they
-    /// move at their next turn. Default: the server's.
-    #[arg(long, value_parser = humantime::parse_duration)]
+    /// move at their next turn. At most 24h. Default: the server's.
+    #[arg(long, value_name = "TIME", value_parser = grace)]
     grace: Option<Duration>,
     /// Drain the next start of the replica as well, until `berth resume`. Without,
     /// a restart of the engine ends the drain.
@@ -44,6 +47,14 @@ pub struct Args {
     connection: Connection,
 }
 
+fn grace(text: &str) -> Result<Duration, String> {
+    match humantime::parse_duration(text) {
+        Ok(grace) if grace <= MAX_GRACE => Ok(grace),
+        Ok(_) => Err("must be at most 24h".to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
 /// Runs it.
 ///
 /// # Errors
@@ -54,7 +65,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         .grace
         .map(prost_types::Duration::try_from)
         .transpose()
-        .map_err(|_| Failure::new(Failure::OTHER, "--grace must be at most 24h"))?;
+        .map_err(|_| Failure::new(Failure::USAGE, "--grace must be at most 24h"))?;
     let request = DrainReplicaRequest {
         replica_id: args.replica.clone(),
         grace,

@@ -19,6 +19,7 @@ pub mod token;
 
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 
 /// Routes LLM sampling for reinforcement learning: every trajectory to the rank
@@ -101,6 +102,11 @@ fn print(text: &str) -> std::io::Result<()> {
     out.flush()
 }
 
+/// Makes the folder that `--out` names.
+fn make(out: &std::path::Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(out).with_context(|| format!("--out: cannot make {}", out.display()))
+}
+
 /// Logging of the subcommands that run beside an engine.
 #[derive(Debug, clap::Args)]
 struct LogArgs {
@@ -112,14 +118,23 @@ struct LogArgs {
     log: String,
 }
 
-/// Sets up logging of a subcommand, once for the process, to standard error.
-///
-/// # Errors
-/// When `filter` is none.
-fn log(format: crate::config::LogFormat, filter: &str) -> anyhow::Result<()> {
-    // Without a collector there is nothing to flush.
-    let _ = crate::telemetry::logs::Logs::init(format, filter, None)?;
-    Ok(())
+impl LogArgs {
+    /// Sets up logging of a subcommand, once for the process, to standard error.
+    ///
+    /// # Errors
+    /// When the filter is none.
+    fn init(&self) -> anyhow::Result<()> {
+        if !crate::telemetry::logs::is_filter(&self.log) {
+            let fault = anyhow::anyhow!(
+                "--log (BERTH_LOG): {:?} is no filter as \"info\" or \"berth=debug\"",
+                self.log
+            );
+            return Err(operator::usage(fault));
+        }
+        // Without a collector there is nothing to flush.
+        let _ = crate::telemetry::logs::Logs::init(self.log_format, &self.log, None)?;
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -48,7 +48,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     if args.json {
         operator::print_json(&json!({"replicas": values(replicas.iter())}), false)?;
     } else {
-        super::print(&page(replicas.iter()))?;
+        super::print(&shown(replicas.iter(), &args.model))?;
     }
     Ok(())
 }
@@ -97,13 +97,27 @@ async fn watch(operator: &Operator, args: &Args) -> anyhow::Result<()> {
             } else {
                 ("", "\n")
             };
-            super::print(&format!("{before}{}{after}", page(fleet.values())))?;
+            super::print(&format!(
+                "{before}{}{after}",
+                shown(fleet.values(), &args.model)
+            ))?;
         }
     }
 }
 
 fn values<'a>(replicas: impl Iterator<Item = &'a Replica>) -> Vec<Value> {
     replicas.map(operator::json::replica).collect()
+}
+
+/// The table; or that there is nothing, of the model that was asked for.
+fn shown<'a>(replicas: impl Iterator<Item = &'a Replica>, model: &Option<String>) -> String {
+    let mut replicas = replicas.peekable();
+    match model {
+        Some(model) if replicas.peek().is_none() => {
+            format!("no replica of model {} is known\n", table::plain(model))
+        }
+        _ => page(replicas),
+    }
 }
 
 /// The table, and which weights live where.

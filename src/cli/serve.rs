@@ -1,10 +1,11 @@
 //! `berth serve`: the control plane.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use clap::CommandFactory;
 
+use super::operator::usage;
 use crate::{
     auth::Guard,
     config::{Config, Options, unknown_variables},
@@ -36,19 +37,7 @@ pub struct Args {
 /// A configuration that is not usable, a store that cannot be opened, a port
 /// that cannot be bound.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let unknown = unknown_variables(std::env::vars().map(|(name, _)| name), &known_variables());
-    if !unknown.is_empty() {
-        bail!(
-            "unknown environment variables: {} (see `berth serve --help`)",
-            unknown.join(", ")
-        );
-    }
-    let file = match &args.config {
-        Some(path) => Options::from_file(path)?,
-        None => Options::default(),
-    };
-    let options = args.options.or(file);
-    let mut config = Config::resolve_with(options, |config| Guard::faults(&config.auth))?;
+    let mut config = configured(args.config.as_deref(), args.options).map_err(usage)?;
     if args.check_config {
         println!("{config:#?}");
         return Ok(());
@@ -64,6 +53,20 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let ended = server.ended().await;
     logs.flush().await;
     ended
+}
+
+/// What file, environment and flags come to.
+fn configured(file: Option<&Path>, options: Options) -> anyhow::Result<Config> {
+    let unknown = unknown_variables(std::env::vars().map(|(name, _)| name), &known_variables());
+    if !unknown.is_empty() {
+        bail!(
+            "unknown environment variables: {} (see `berth serve --help`)",
+            unknown.join(", ")
+        );
+    }
+    let file = file.map(Options::from_file).transpose()?;
+    let options = options.or(file.unwrap_or_default());
+    Config::resolve_with(options, |config| Guard::faults(&config.auth))
 }
 
 /// The variables that any subcommand knows.

@@ -6,6 +6,7 @@ use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
+use super::operator::usage;
 use crate::{
     auth::client::Access,
     call,
@@ -154,8 +155,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         },
         ..SidecarConfig::new(args.control_plane, args.engine_url, replica_id)
     };
-    super::log(args.log.log_format, &args.log.log)?;
-    let sidecar = Sidecar::new(config)?;
+    args.log.init()?;
+    let sidecar = Sidecar::new(config).map_err(usage)?;
     let shutdown = CancellationToken::new();
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let asked = shutdown.clone();

@@ -5,6 +5,7 @@ use std::{io::Write, net::IpAddr, time::Duration};
 use anyhow::{Context, bail};
 use tokio::signal::unix::{SignalKind, signal};
 
+use super::operator::usage;
 use crate::engine::sim::{Dialect, End, Profile, SimConfig, SimEngine, tokens::Eos};
 
 /// Options.
@@ -139,7 +140,11 @@ fn adapter(text: &str) -> Result<(String, String), String> {
 /// It cannot listen, or it died.
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let mut term = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    let handle = SimEngine::start(args.config())
+    let config = args.config();
+    config
+        .check()
+        .map_err(|fault| usage(anyhow::Error::msg(fault)))?;
+    let handle = SimEngine::start(config)
         .await
         .with_context(|| format!("cannot start on {}:{}", args.host, args.port))?;
     // One line, so that a script can read where it listens.

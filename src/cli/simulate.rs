@@ -8,8 +8,9 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow, bail};
 
+use super::operator::usage;
 use crate::{
     engine::sim::{Profile, SimConfig},
     simulate::{
@@ -105,7 +106,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let report = tokio::task::spawn_blocking(move || simulate(&args)).await??;
     if let Some(out) = &out {
         let written = report.write(out);
-        written.with_context(|| format!("cannot write into {}", out.display()))?;
+        written.with_context(|| format!("--out: cannot write into {}", out.display()))?;
     }
     super::print(&if json { report.json()? } else { report.table() })?;
     Ok(())
@@ -120,13 +121,17 @@ fn simulate(args: &Args) -> anyhow::Result<simulate::Report> {
     }
     for (at, policy) in policies.iter().enumerate() {
         if policies[..at].iter().any(|p| p.name == policy.name) {
-            bail!("policy {} is there twice", policy.name);
+            let fault = anyhow!("--policies: {} is there twice", policy.name);
+            return Err(usage(fault));
         }
     }
     let threads = args
         .threads
         .or_else(|| std::thread::available_parallelism().ok())
         .unwrap_or(NonZeroUsize::MIN);
+    // What it is run with does not fit the trace.
+    let fits = setup.check(&trace).map_err(anyhow::Error::msg);
+    fits.map_err(usage)?;
     Ok(simulate::compare(&trace, &setup, &policies, threads)?)
 }
 
@@ -138,7 +143,7 @@ fn trace(args: &Args) -> anyhow::Result<Trace> {
                 ("standard input".into(), Box::new(std::io::stdin().lock()))
             } else {
                 let file = File::open(path)
-                    .with_context(|| format!("cannot open the trace {}", path.display()))?;
+                    .with_context(|| format!("--trace: cannot open {}", path.display()))?;
                 let name = path.file_name().unwrap_or(path.as_os_str());
                 (name.to_string_lossy(), Box::new(BufReader::new(file)))
             };
@@ -148,7 +153,8 @@ fn trace(args: &Args) -> anyhow::Result<Trace> {
         (None, Some(workload)) => workload.generate(sessions, args.seed),
         (None, None) => bail!("a trace or a workload is needed"),
     };
-    trace.scaled(args.scale).map_err(anyhow::Error::msg)
+    let scaled = trace.scaled(args.scale).map_err(anyhow::Error::msg);
+    scaled.context("--scale").map_err(usage)
 }
 
 fn setup(args: &Args, trace: &Trace) -> anyhow::Result<Setup> {
@@ -157,9 +163,10 @@ fn setup(args: &Args, trace: &Trace) -> anyhow::Result<Setup> {
         let mut text = String::new();
         File::open(path)
             .and_then(|file| file.take(MAX_EVENTS).read_to_string(&mut text))
-            .with_context(|| format!("cannot read {}", path.display()))?;
+            .with_context(|| format!("--events-file: cannot read {}", path.display()))?;
         let more = events::parse(&text).map_err(anyhow::Error::msg);
-        events.extend(more.with_context(|| path.display().to_string())?);
+        let more = more.with_context(|| format!("--events-file: {}", path.display()));
+        events.extend(more.map_err(usage)?);
     }
     let engine = SimConfig {
         profile: args.accelerator,

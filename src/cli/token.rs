@@ -10,6 +10,7 @@ use std::{
 
 use anyhow::{Context as _, bail};
 
+use super::operator::usage;
 use crate::auth::{file::Directory, token::Token};
 
 /// Options.
@@ -43,18 +44,20 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let token = if args.from_stdin {
         let mut text = String::new();
         std::io::stdin().take(4096).read_to_string(&mut text)?;
-        Token::parse(&text).context("standard input is no token")?
+        Token::parse(&text)
+            .context("standard input is no token")
+            .map_err(usage)?
     } else {
         Token::mint().context("the system gives no randomness")?
     };
-    let line = line(args, &token)?;
+    let line = line(args, &token).map_err(usage)?;
     if let Some(out) = &args.out {
         let mut file = OpenOptions::new()
             .write(true)
             .create_new(true)
             .mode(0o600)
             .open(out)
-            .with_context(|| format!("cannot make {}", out.display()))?;
+            .with_context(|| format!("--out: cannot make {}", out.display()))?;
         writeln!(file, "{}", token.expose())?;
         file.sync_all()?;
     }

@@ -462,8 +462,8 @@ impl Options {
     /// an option's.
     pub fn from_file(path: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(path)
-            .with_context(|| format!("cannot read the configuration file {}", path.display()))?;
+            .with_context(|| format!("--config (BERTH_CONFIG): cannot read {}", path.display()))?;
         toml::from_str(&text)
-            .with_context(|| format!("in the configuration file {}", path.display()))
+            .with_context(|| format!("--config (BERTH_CONFIG): {}", path.display()))
     }
 }

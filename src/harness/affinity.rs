@@ -158,20 +158,22 @@ impl AffinityBench {
             + u64::from(self.turns.saturating_sub(1)) * u64::from(self.new_tokens_per_turn)
     }
 
-    /// Everything that is wrong with the options alone.
+    /// Looks at the options alone.
+    ///
+    /// # Errors
+    /// Everything that is wrong with them.
+    pub fn check(&self) -> anyhow::Result<()> {
+        refuse(&self.faults())
+    }
+
     fn faults(&self) -> Vec<String> {
-        let mut faults = Vec::new();
+        let wire = super::client::wire(&self.control_plane, &self.access);
+        let mut faults = wire.err().unwrap_or_default();
         let mut require = |holds: bool, fault: &str| {
             if !holds {
                 faults.push(fault.to_owned());
             }
         };
-        require(
-            self.control_plane
-                .parse::<http::Uri>()
-                .is_ok_and(|uri| uri.scheme_str() == Some("http") && uri.host().is_some()),
-            "--control-plane: must be http://host:port",
-        );
         require(
             self.model.as_ref().is_none_or(|m| !m.is_empty()),
             "--model: must not be empty",
@@ -268,7 +270,7 @@ fn refuse(faults: &[String]) -> anyhow::Result<()> {
 /// a fleet that is not complete in time; the first request that fails. No
 /// report is made of a part.
 pub async fn run(bench: AffinityBench, progress: impl Progress) -> anyhow::Result<Report> {
-    refuse(&bench.faults())?;
+    bench.check()?;
     let client = Client::new(&bench.control_plane, &bench.access, bench.concurrency)?;
     let fleet = fleet::complete(
         &client,

@@ -3,13 +3,13 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use tokio::time::{Instant, sleep, timeout_at};
-use tonic::{Code, Request, Status, metadata::AsciiMetadataValue, transport::Endpoint};
+use tonic::{Code, Request, Status, metadata::AsciiMetadataValue};
 use tonic_types::StatusExt;
 
 use crate::{
-    auth::client::{Access, Wire, unsent},
+    auth::client::{Access, NoWire, Wire, cause, unsent},
     listing,
     proto::{
         FinishTrajectoryRequest, Replica, SampleRequest, SampleResponse,
@@ -26,8 +26,23 @@ const MAX_RESPONSE_BYTES: usize = 16 << 20;
 const RETRY_UNTOLD: Duration = Duration::from_millis(500);
 /// A server that says "retry at once" is not hammered.
 const RETRY_LEAST: Duration = Duration::from_millis(10);
+/// To make a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// For calls about the fleet.
 const FLEET_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A connection that is made when it is needed.
+///
+/// # Errors
+/// All that is wrong with the URL and the files, by their options.
+pub(super) fn wire(url: &str, access: &Access) -> Result<Wire, Vec<String>> {
+    let wire = access.wire(url, |endpoint| endpoint.connect_timeout(CONNECT_TIMEOUT));
+    let option = |fault| match fault {
+        NoWire::Url(fault) => format!("--control-plane (BERTH_CONTROL_PLANE): {fault}"),
+        NoWire::File(fault) => fault,
+    };
+    wire.map_err(|faults| faults.into_iter().map(option).collect())
+}
 
 /// Connections to one control plane.
 #[derive(Clone, Debug)]
@@ -49,11 +64,8 @@ impl Client {
     /// Connects lazily: a control plane that is not up yet is waited for by the
     /// caller.
     pub(super) fn new(url: &str, access: &Access, concurrency: u32) -> anyhow::Result<Self> {
-        let endpoint = Endpoint::from_shared(url.to_owned())
-            .with_context(|| format!("{url} is no URL of a control plane"))?
-            .connect_timeout(Duration::from_secs(5));
         let channels = (0..concurrency.clamp(1, MAX_CONNECTIONS))
-            .map(|_| access.wire(&endpoint).map_err(anyhow::Error::msg))
+            .map(|_| wire(url, access).map_err(|faults| anyhow!(faults.join("; "))))
             .collect::<anyhow::Result<_>>()?;
         Ok(Self { channels })
     }
@@ -176,7 +188,7 @@ pub(super) fn describe(status: &Status) -> String {
         text.push_str(&info.reason);
     }
     text.push_str(": ");
-    text.push_str(status.message());
+    text.push_str(&cause(status));
     let violations = status
         .get_details_bad_request()
         .map(|bad| bad.field_violations)

@@ -130,48 +130,52 @@ impl SidecarConfig {
     /// Every fault that can be seen without asking anybody.
     pub(super) fn faults(&self) -> Vec<String> {
         let mut faults = Vec::new();
-        for url in [&self.engine_url]
-            .into_iter()
-            .chain(self.advertise_url.as_ref())
-            .chain(&self.rank_urls)
-        {
+        let urls = [("--engine-url", &self.engine_url)].into_iter();
+        let urls = urls
+            .chain(
+                self.advertise_url
+                    .iter()
+                    .map(|url| ("--advertise-url", url)),
+            )
+            .chain(self.rank_urls.iter().map(|url| ("--rank-url", url)));
+        for (option, url) in urls {
             if let Err(fault) = super::link::Link::new(url) {
-                faults.push(fault);
+                faults.push(format!("{option}: {fault}"));
             }
         }
         let id = &self.replica_id;
         let allowed = |c: char| c.is_ascii_alphanumeric() || "._:-".contains(c);
         if id.is_empty() || id.len() > 128 || !id.chars().all(allowed) {
             faults.push(format!(
-                "replica id {id:?}: 1 to 128 characters of [A-Za-z0-9._:-] are needed"
+                "--replica-id: {id:?}: 1 to 128 characters of [A-Za-z0-9._:-] are needed"
             ));
         }
         if !self.rank_urls.is_empty() && self.engine != EngineKind::Vllm {
-            faults.push("only vLLM has a server for each rank".into());
+            faults.push("--rank-url: only vLLM has a server for each rank".into());
         }
         let local = |url: &String| super::register::loopback_port(url).is_some();
         if self.rank_urls.iter().any(local) && !local(&self.control_plane) {
             faults.push(
-                "a rank's URL is a loopback address, and the control plane's is not: it could not \
+                "--rank-url: one is a loopback address, and the control plane's is not: it could not \
                  reach it"
                     .into(),
             );
         }
         if self.rank_urls.len() >= crate::engine::facts::MAX_RANKS {
-            faults.push("too many ranks".into());
+            faults.push("--rank-url: too many ranks".into());
         }
         if self.labels.len() > 32 {
-            faults.push("at most 32 labels".into());
+            faults.push("--label: at most 32".into());
         }
         for (key, value) in &self.labels {
             if key.is_empty() || key.len() > 63 || value.len() > 255 {
                 faults.push(format!(
-                    "label {key:?}: keys have 1 to 63, values at most 255 characters"
+                    "--label: {key:?}: keys have 1 to 63, values at most 255 characters"
                 ));
             }
         }
         if self.vocab_size == Some(0) {
-            faults.push("a vocabulary has at least one entry".into());
+            faults.push("--vocab-size: at least 1".into());
         }
         faults
     }

@@ -5,11 +5,11 @@
 
 use std::time::Duration;
 
-use tonic::{Code, Status, transport::Endpoint};
+use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
 use crate::{
-    auth::client::{Access, Wire},
+    auth::client::{Access, NoWire, Wire, cause},
     error::Reason,
     proto::{
         DeregisterReplicaRequest, Directive, HeartbeatRequest, RegisterReplicaRequest,
@@ -43,7 +43,7 @@ pub enum CallError {
 
 impl From<Status> for CallError {
     fn from(status: Status) -> Self {
-        let said = format!("{:?}: {}", status.code(), status.message());
+        let said = format!("{:?}: {}", status.code(), cause(&status));
         match status.code() {
             Code::ResourceExhausted if is(&status, Reason::FleetFull) => Self::Full(said),
             Code::NotFound => Self::Unknown(said),
@@ -97,7 +97,7 @@ const MIN_PATIENCE: Duration = Duration::from_secs(1);
 /// The control plane.
 #[derive(Clone, Debug)]
 pub struct Control {
-    endpoint: Endpoint,
+    url: String,
     access: Access,
     client: ReplicaServiceClient<Wire>,
     limit: Duration,
@@ -105,17 +105,11 @@ pub struct Control {
 
 impl Control {
     /// Nothing is connected yet, and a lost connection is made anew by itself.
-    pub(super) fn new(url: &str, access: Access, limit: Duration) -> Result<Self, String> {
-        let endpoint = Endpoint::from_shared(url.to_owned())
-            .map_err(|e| format!("{url}: {e}"))?
-            .connect_timeout(limit)
-            // A control plane whose machine is gone is noticed between calls.
-            .http2_keep_alive_interval(Duration::from_secs(20))
-            .keep_alive_timeout(Duration::from_secs(10))
-            .tcp_nodelay(true);
+    pub(super) fn new(url: &str, access: Access, limit: Duration) -> Result<Self, Vec<String>> {
+        let wire = wire(url, &access, limit)?;
         Ok(Self {
-            client: ReplicaServiceClient::new(access.wire(&endpoint)?),
-            endpoint,
+            client: ReplicaServiceClient::new(wire),
+            url: url.to_owned(),
             access,
             limit,
         })
@@ -175,12 +169,30 @@ impl Control {
     fn connected<T>(&mut self, answer: Result<T, Late>) -> Result<T, CallError> {
         answer.map_err(|late| {
             // Files that cannot be read now leave the connection that there is.
-            if let Ok(wire) = self.access.wire(&self.endpoint) {
+            if let Ok(wire) = wire(&self.url, &self.access, self.limit) {
                 self.client = ReplicaServiceClient::new(wire);
             }
             CallError::Failed(format!("nothing within {:?}", late.0))
         })
     }
+}
+
+fn wire(url: &str, access: &Access, limit: Duration) -> Result<Wire, Vec<String>> {
+    let wire = access.wire(url, |endpoint| {
+        endpoint
+            .connect_timeout(limit)
+            // A control plane whose machine is gone is noticed between calls.
+            .http2_keep_alive_interval(Duration::from_secs(20))
+            .keep_alive_timeout(Duration::from_secs(10))
+            .tcp_nodelay(true)
+    });
+    let option = |fault| match fault {
+        NoWire::Url(fault) => {
+            format!("--control-plane (BERTH_SIDECAR_CONTROL_PLANE): {fault}")
+        }
+        NoWire::File(fault) => fault,
+    };
+    wire.map_err(|faults| faults.into_iter().map(option).collect())
 }
 
 /// Nothing came within this.

@@ -54,7 +54,11 @@ impl Link {
     /// # Errors
     /// What is wrong with the URL.
     pub fn new(url: &str) -> Result<Self, String> {
-        let uri: Uri = url.parse().map_err(|e| format!("{url}: {e}"))?;
+        let uri: Uri = url.parse().map_err(|e| format!("{url:?}: {e}"))?;
+        let with = format!("http://{url}");
+        if uri.scheme().is_none() && with.parse::<Uri>().is_ok() {
+            return Err(format!("{url:?} has no scheme: write {with}"));
+        }
         if uri.scheme_str() != Some("http") {
             return Err(format!("{url}: only http URLs are served"));
         }

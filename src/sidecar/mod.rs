@@ -131,7 +131,7 @@ impl Sidecar {
             config.access.clone(),
             config.timing.call_timeout,
         )
-        .map_err(|fault| faults.push(fault))
+        .map_err(|more| faults.extend(more))
         .ok();
         let engine = Engine::new(&config).ok();
         let (Some(control), Some(engine), true) = (control, engine, faults.is_empty()) else {

@@ -101,7 +101,7 @@ impl Setup {
     /// Whether `trace` can run on it.
     ///
     /// # Errors
-    /// What is wrong, in a sentence.
+    /// All that is wrong, in a sentence each.
     pub fn check(&self, trace: &Trace) -> Result<(), String> {
         let shape = &self.shape;
         let faults = [
@@ -110,7 +110,7 @@ impl Setup {
                 "there are 1 to 4096 replicas of 1 to 1024 ranks",
             ),
             (
-                shape.replicas * shape.ranks > 65_536,
+                shape.replicas.saturating_mul(shape.ranks) > 65_536,
                 "there are at most 65536 ranks in all",
             ),
             (
@@ -144,13 +144,15 @@ impl Setup {
                 "every turn has a prompt and generates a token",
             ),
         ];
-        if let Some((_, what)) = faults.iter().find(|(wrong, _)| *wrong) {
-            return Err((*what).to_owned());
-        }
+        let mut faults: Vec<String> = faults
+            .iter()
+            .filter(|(wrong, _)| *wrong)
+            .map(|(_, what)| (*what).to_owned())
+            .collect();
         // One place more than the tokens: the KV of the next one needs it.
-        let room = shape.kv_tokens - shape.kv_tokens % shape.page;
+        let room = shape.kv_tokens - shape.kv_tokens % shape.page.max(1);
         if trace.longest() + 1 > room as u64 {
-            return Err(format!(
+            faults.push(format!(
                 "the longest request has {} tokens with its output; a rank's KV cache holds {room}",
                 trace.longest()
             ));
@@ -158,13 +160,15 @@ impl Setup {
         let unknown = self
             .events
             .iter()
-            .find(|event| event.what.replica().is_some_and(|r| r >= shape.replicas));
-        match unknown {
-            Some(event) => Err(format!(
-                "`{event}`: replicas are numbered 0 to {}",
-                shape.replicas - 1
-            )),
-            None => Ok(()),
+            .filter(|event| event.what.replica().is_some_and(|r| r >= shape.replicas));
+        faults.extend(unknown.map(|event| {
+            let last = shape.replicas.saturating_sub(1);
+            format!("`{event}`: replicas are numbered 0 to {last}")
+        }));
+        if faults.is_empty() {
+            Ok(())
+        } else {
+            Err(faults.join("; "))
         }
     }
 }

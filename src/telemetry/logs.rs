@@ -70,6 +70,11 @@ impl Logs {
     }
 }
 
+/// Whether this says what to log.
+pub fn is_filter(text: &str) -> bool {
+    EnvFilter::try_new(text).is_ok()
+}
+
 /// The layer that writes lines in this form.
 pub fn lines<W>(format: LogFormat, to: W) -> Box<dyn Layer<Registry> + Send + Sync>
 where

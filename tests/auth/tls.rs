@@ -10,12 +10,15 @@ use std::{
 use berth::{
     auth::{
         TlsConfig,
-        client::{Access, unsent},
+        client::{Access, cause, unsent},
     },
     config::Config,
     engine::sim::SimConfig,
     harness::playground,
-    proto::sampling_service_client::SamplingServiceClient,
+    proto::{
+        GetStatsRequest, fleet_service_client::FleetServiceClient,
+        sampling_service_client::SamplingServiceClient,
+    },
     server::Server,
 };
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, SanType};
@@ -405,6 +408,40 @@ async fn handshakes_that_fail_are_counted_by_why() {
     let after = futures_util::future::join_all(reasons.map(&counted)).await;
     assert_eq!(before, after);
     bench.world.stop().await;
+}
+
+#[tokio::test]
+async fn a_client_that_speaks_another_way_is_told_which() {
+    let bench = Bench::start(0, |_| {}).await;
+    let plain = World::start(0, |_| {}).await;
+    let (dir, grpc) = (bench.world.dir.path(), bench.world.playground.server());
+    let access = Access {
+        tls_ca: Some(dir.join(SERVER_CA)),
+        ..Access::default()
+    };
+    let told = async |url: String| {
+        let wire = access.wire(&url, |endpoint| endpoint).unwrap();
+        let asked = FleetServiceClient::new(wire)
+            .get_stats(GetStatsRequest {})
+            .await;
+        cause(&asked.unwrap_err())
+    };
+    let (tls, server) = (grpc.grpc_address(), plain.playground.server());
+    let (grpc, admin) = (server.grpc_address(), server.admin_address());
+    for (url, say) in [
+        (format!("http://{tls}"), "use https://"),
+        (format!("https://{grpc}"), "use http://"),
+        (format!("https://{admin}"), "use http://"),
+        (format!("http://{admin}"), "7701"),
+    ] {
+        let told = told(url.clone()).await;
+        assert!(told.contains(say), "{url}: {told}");
+    }
+    // Who speaks as the server does is told what the server says.
+    assert!(told(format!("https://{tls}")).await.contains("Bearer"));
+    assert!(told(format!("http://{grpc}")).await.contains("Bearer"));
+    bench.world.stop().await;
+    plain.stop().await;
 }
 
 #[tokio::test]

@@ -274,9 +274,12 @@ async fn a_client_without_a_readable_token_says_so() {
         token_file: Some(world.path("not-there")),
         ..Access::default()
     };
-    let endpoint = tonic::transport::Endpoint::from_shared(world.playground.url()).unwrap();
-    let fault = access.wire(&endpoint).map(drop).unwrap_err();
-    assert!(fault.contains("not-there"), "{fault}");
+    let wire = access.wire(&world.playground.url(), |endpoint| endpoint);
+    let fault = wire.map(drop).unwrap_err()[0].to_string();
+    assert!(
+        fault.contains("not-there") && fault.contains("--token-file"),
+        "{fault}"
+    );
     world.stop().await;
 }
 

@@ -30,7 +30,7 @@ use tokio::{
     task::JoinHandle,
 };
 use tokio_util::sync::CancellationToken;
-use tonic::{Status, transport::Endpoint};
+use tonic::Status;
 use tonic_types::StatusExt;
 
 pub use crate::wait::eventually;
@@ -128,9 +128,8 @@ impl World {
     }
 
     pub fn wire_with(&self, access: &Access) -> Wire {
-        access
-            .wire(&Endpoint::from_shared(self.playground.url()).unwrap())
-            .unwrap()
+        let url = self.playground.url();
+        access.wire(&url, |endpoint| endpoint).unwrap()
     }
 
     pub fn sampling(&self, principal: &str) -> SamplingServiceClient<Wire> {

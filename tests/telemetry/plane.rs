@@ -99,8 +99,8 @@ impl Plane {
         config.access = self.access.clone();
         let stop = CancellationToken::new();
         tokio::spawn(Sidecar::new(config).unwrap().run(stop.clone()));
-        let endpoint = Endpoint::from_shared(self.url.clone()).unwrap();
-        let mut fleet = FleetServiceClient::new(self.access.wire(&endpoint).unwrap());
+        let wire = self.access.wire(&self.url, |endpoint| endpoint).unwrap();
+        let mut fleet = FleetServiceClient::new(wire);
         eventually("it is registered", async || {
             let replica_id = id.to_owned();
             let asked = fleet.get_replica(GetReplicaRequest { replica_id }).await;

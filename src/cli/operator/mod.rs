@@ -14,13 +14,13 @@
 pub(super) mod json;
 pub(super) mod table;
 
-use std::{io::Write, process::ExitCode, time::Duration};
+use std::{error::Error as _, io::Write, process::ExitCode, time::Duration};
 
-use tonic::{Code, Response, Status, transport::Endpoint};
+use tonic::{Code, Response, Status};
 use tonic_types::StatusExt;
 
 use crate::{
-    auth::client::{Access, Wire},
+    auth::client::{Access, NoWire, Wire, cause},
     error::Reason,
     proto::{Replica, ReplicaHealth, fleet_service_client::FleetServiceClient},
 };
@@ -51,6 +51,7 @@ pub(super) struct Failure {
 
 impl Failure {
     pub(super) const OTHER: u8 = 1;
+    pub(super) const USAGE: u8 = 2;
     pub(super) const NOT_FOUND: u8 = 3;
     pub(super) const UNAVAILABLE: u8 = 4;
     pub(super) const REFUSED: u8 = 5;
@@ -59,6 +60,7 @@ impl Failure {
     /// The exit code for a call that ended with this code.
     pub(super) fn exit(code: Code) -> u8 {
         match code {
+            Code::InvalidArgument => Self::USAGE,
             Code::NotFound => Self::NOT_FOUND,
             Code::Unavailable | Code::ResourceExhausted | Code::DeadlineExceeded => {
                 Self::UNAVAILABLE
@@ -76,6 +78,17 @@ impl Failure {
     }
 }
 
+/// Wrong usage of a command that is no operator's: what it was told cannot be. It is
+/// told as any other error, with the exit code that clap has for such.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(super) struct Usage(anyhow::Error);
+
+/// That this is wrong usage.
+pub(super) fn usage(error: impl Into<anyhow::Error>) -> anyhow::Error {
+    Usage(error.into()).into()
+}
+
 /// The control plane's `FleetService`.
 pub(super) struct Operator {
     pub(super) client: FleetServiceClient<Wire>,
@@ -87,21 +100,22 @@ pub(super) struct Operator {
 impl Connection {
     /// Nothing is connected yet.
     pub(super) fn open(self) -> Result<Operator, Failure> {
-        let no_url = |why: String| {
-            let message = format!(
-                "{:?} is no address of a control plane: {why} (--url, BERTH_URL)",
-                self.url
-            );
-            Failure::new(Failure::OTHER, message)
+        let wire = self.access.wire(&self.url, |endpoint| {
+            endpoint
+                .connect_timeout(self.timeout)
+                // A control plane whose machine is gone is noticed by a watch too.
+                .http2_keep_alive_interval(Duration::from_secs(20))
+                .keep_alive_timeout(Duration::from_secs(10))
+                .keep_alive_while_idle(true)
+        });
+        let option = |fault| match fault {
+            NoWire::Url(fault) => format!("--url (BERTH_URL): {fault}"),
+            NoWire::File(fault) => fault,
         };
-        let endpoint = Endpoint::from_shared(self.url.clone())
-            .map_err(|_| no_url("http://host:port is".to_owned()))?
-            .connect_timeout(self.timeout)
-            // A control plane whose machine is gone is noticed by a watch too.
-            .http2_keep_alive_interval(Duration::from_secs(20))
-            .keep_alive_timeout(Duration::from_secs(10))
-            .keep_alive_while_idle(true);
-        let channel = self.access.wire(&endpoint).map_err(no_url)?;
+        let channel = wire.map_err(|faults| {
+            let faults: Vec<String> = faults.into_iter().map(option).collect();
+            Failure::new(Failure::USAGE, faults.join("; "))
+        })?;
         Ok(Operator {
             client: FleetServiceClient::new(channel.clone())
                 .max_decoding_message_size(MAX_RESPONSE_BYTES),
@@ -138,6 +152,10 @@ impl Operator {
             // Not an answer of a control plane's: the connection failed.
             let (exit, what) = match status.code() {
                 Code::Unavailable => (Failure::UNAVAILABLE, "cannot be reached"),
+                // What the transport gives when a new connection ends at once.
+                Code::Unknown if status.source().is_some() => {
+                    (Failure::UNAVAILABLE, "cannot be reached")
+                }
                 Code::Unimplemented => (Failure::OTHER, "is no control plane of this version"),
                 _ => (Failure::OTHER, "failed"),
             };
@@ -153,6 +171,8 @@ impl Operator {
             "; --force drains it"
         } else if reason == Reason::ReplicaNotFound.name() {
             "; `berth replicas` shows them"
+        } else if reason == Reason::ModelAmbiguous.name() {
+            "; --model names one"
         } else if reason == Reason::NoCredentials.name() {
             "; --token-file or BERTH_TOKEN_FILE names a file that holds a token"
         } else {
@@ -160,17 +180,6 @@ impl Operator {
         };
         Failure::new(exit, format!("{reason}: {}{hint}", status.message()))
     }
-}
-
-/// The innermost reason that a transport gives: "transport error" says nothing.
-fn cause(status: &Status) -> String {
-    let mut cause: Option<&dyn std::error::Error> = std::error::Error::source(status);
-    let mut text = status.message().to_owned();
-    while let Some(error) = cause {
-        text = error.to_string();
-        cause = error.source();
-    }
-    text
 }
 
 /// How a subcommand ended, told to the user and to the shell.
@@ -193,13 +202,17 @@ pub(super) fn report(result: anyhow::Result<()>) -> ExitCode {
             ExitCode::from(failure.exit)
         }
         None => {
+            let (error, exit) = match error.downcast::<Usage>() {
+                Ok(Usage(error)) => (error, ExitCode::from(Failure::USAGE)),
+                Err(error) => (error, ExitCode::FAILURE),
+            };
             // Not its debug form: that has a backtrace where the environment wants
             // one, which tells a user nothing.
             let _ = writeln!(out, "Error: {error}");
             for cause in error.chain().skip(1) {
                 let _ = writeln!(out, "  because: {cause}");
             }
-            ExitCode::FAILURE
+            exit
         }
     }
 }
@@ -261,10 +274,17 @@ mod tests {
     #[tokio::test]
     async fn addresses_are_checked() {
         assert!(operator("http://127.0.0.1:7700").is_ok());
-        for wrong in ["127.0.0.1:7700", "https://h", "nonsense x", ""] {
+        for wrong in ["127.0.0.1:7700", "nonsense x", "", "http://u:secret@h"] {
             let failure = operator(wrong).err().unwrap();
-            assert!(failure.message.contains("--url"), "{failure}");
+            assert_eq!(failure.exit, 2, "{failure}");
+            assert!(failure.message.contains("--url (BERTH_URL)"), "{failure}");
+            assert!(failure.message.contains("http://"), "{failure}");
+            assert!(!failure.message.contains("secret"), "{failure}");
         }
+        let failure = operator("https://h").err().unwrap();
+        assert_eq!(failure.exit, 2, "{failure}");
+        assert!(failure.message.contains("--tls-ca"), "{failure}");
+        assert!(!failure.message.contains("--url"), "{failure}");
     }
 
     #[tokio::test]
@@ -287,7 +307,9 @@ mod tests {
         );
         assert_eq!(failure(Code::NotFound, "REPLICA_NOT_FOUND").exit, 3);
         assert_eq!(failure(Code::Unavailable, "SHUTTING_DOWN").exit, 4);
-        assert_eq!(failure(Code::InvalidArgument, "INVALID_REQUEST").exit, 1);
+        assert_eq!(failure(Code::InvalidArgument, "INVALID_REQUEST").exit, 2);
+        let ambiguous = failure(Code::InvalidArgument, "MODEL_AMBIGUOUS");
+        assert!(ambiguous.message.contains("--model"), "{ambiguous}");
         let gone = operator.failure(&Status::unavailable("tcp connect error"));
         assert_eq!(gone.exit, 4);
         assert!(gone.message.contains("--url") && gone.message.contains("tcp"));

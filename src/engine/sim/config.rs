@@ -193,31 +193,37 @@ impl SimConfig {
     /// What is wrong with it, in a sentence.
     ///
     /// # Errors
-    /// The first fault found.
+    /// All faults, by the options of `berth sim-engine`.
     pub fn check(&self) -> Result<(), String> {
         let faults = [
-            (self.ranks == 0 || self.ranks > 1024, "ranks: 1 to 1024"),
-            (self.vocab_size < 2, "vocab size: at least 2"),
-            (self.context_length < 16, "context length: at least 16"),
+            (self.ranks == 0 || self.ranks > 1024, "--ranks: 1 to 1024"),
+            (self.vocab_size < 2, "--vocab-size: at least 2"),
+            (self.context_length < 16, "--context-length: at least 16"),
             (
                 self.page_size == 0 || self.page_size > 4096,
-                "page size: 1 to 4096",
+                "--page-size: 1 to 4096",
             ),
-            (self.kv_capacity() < 64, "KV tokens: at least 64"),
+            (self.kv_capacity() < 64, "--kv-tokens: at least 64"),
             (
                 self.chunked_prefill_size < self.page_size,
-                "chunked prefill size: at least a page",
+                "--chunked-prefill-size: at least a page",
             ),
-            (self.stream_interval == 0, "stream interval: at least 1"),
+            (self.stream_interval == 0, "--stream-interval: at least 1"),
             (self.history == 0, "history: at least 1"),
             (
                 !(0.0..=1000.0).contains(&self.time_scale),
-                "time scale: 0 to 1000",
+                "--time-scale: 0 to 1000",
             ),
         ];
-        match faults.iter().find(|(wrong, _)| *wrong) {
-            Some((_, what)) => Err((*what).into()),
-            None => Ok(()),
+        let faults: Vec<&str> = faults
+            .iter()
+            .filter(|(wrong, _)| *wrong)
+            .map(|(_, what)| *what)
+            .collect();
+        if faults.is_empty() {
+            Ok(())
+        } else {
+            Err(faults.join("; "))
         }
     }
 
