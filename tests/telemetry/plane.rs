@@ -22,7 +22,7 @@ use berth::{
 };
 use http::Method;
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 
 use crate::{
     front::Front,
