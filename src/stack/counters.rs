@@ -84,7 +84,8 @@ counters! {
     placed_by_prefix,
     /// Generations that waited for their turn among those of all tenants.
     waits_for_admission,
-    /// Generations refused because too much of their tenant was in flight and waiting.
+    /// Generations refused because too much of their tenant was in flight and waiting, or
+    /// would be by them alone.
     refused_by_admission,
     /// New trajectories that waited for room in some KV cache.
     waits_for_kv,
