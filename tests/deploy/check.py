@@ -17,10 +17,12 @@ def main():
         metrics.check_rules()
         metrics.check_dashboard(temp)
         manifests.check_units(berth, temp)
-        manifests.check_manifests()
+        manifests.check_manifests(temp)
         manifests.check_dockerfile()
-        fleet.check_configurations(berth, temp)
+        tls = fleet.certificate(temp)
+        fleet.check_configuration(berth, temp, tls)
         fleet.check_fleet(berth, temp)
+        fleet.check_pods_with_tls(berth, temp, tls)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ from manifests import (
     documents,
     env_file,
     exec_start,
+    the,
     uncommented,
     unit,
+    variables,
 )
 from metrics import panels, plain, rules, values
 
@@ -67,24 +69,71 @@ def ends_well(process, name, limit):
     check(process.wait(timeout=limit) == 0, f"{name} ended with {process.returncode}")
 
 
-def check_configurations(berth, temp):
-    """Both berth.toml, as they are and with what they offer in comments."""
-    tls = temp / "tls"
-    tls.mkdir()
-    key, cert = tls / "tls.key", tls / "tls.crt"
+def certificate(temp):
+    """A folder with a key and a certificate for the name that pods use, and for this machine."""
+    folder = temp / "tls"
+    folder.mkdir()
+    (folder / "openssl.cnf").write_text(
+        "[req]\ndistinguished_name = name\nx509_extensions = of_a_server\n[name]\n[of_a_server]\n"
+        "basicConstraints = critical, CA:FALSE\n"
+        "subjectAltName = DNS:berth.berth.svc, IP:127.0.0.1\n"
+    )
     run(
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-        "-subj", "/CN=berth", "-days", "1", "-keyout", key, "-out", cert,
+        "openssl", "req", "-x509", "-config", folder / "openssl.cnf", "-newkey", "ec",
+        "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=berth", "-days", "1",
+        "-keyout", folder / "tls.key", "-out", folder / "tls.crt",
     )  # fmt: skip
-    line = run(berth, "token", "--principal", "p", "--role", "admin", "--out", temp / "token.tls",
-               stderr=None)  # fmt: skip
-    (tls / "credentials").write_text(line)
-    for file in (SYSTEMD / "berth.toml", KUBERNETES / "berth.toml"):
-        for text in (file.read_text(), uncommented(file.read_text(), r"[a-z-]+ = ")):
-            for folder in ("/etc/berth/credentials/", "/etc/berth/tls/", "/etc/berth/"):
-                text = text.replace(f'"{folder}', f'"{tls}/')
-            (temp / "check.toml").write_text(text)
-            run(berth, "serve", "--check-config", "--config", temp / "check.toml", env=environment())
+    return folder
+
+
+def token(berth, folder, who, *role):
+    """Makes a token, in a file of the name `who`, and adds its line to the credentials."""
+    made = [berth, "token", "--principal", who, "--role", *role, "--out", folder / who]
+    line = run(*made, stderr=None, env=environment())
+    with open(folder / "credentials", "a", opener=lambda p, f: os.open(p, f, 0o600)) as file:
+        file.write(line)
+
+
+def check_configuration(berth, temp, tls):
+    """berth.toml of the unit, with what it offers in comments."""
+    token(berth, tls, "operator", "admin")
+    text = uncommented((SYSTEMD / "berth.toml").read_text(), r"[a-z-]+ = ")
+    check("tls-key" in text and "engine-networks" in text, "berth.toml offers no TLS")
+    (temp / "check.toml").write_text(text.replace("/etc/berth/", f"{tls}/"))
+    run(berth, "serve", "--check-config", "--config", temp / "check.toml", env=environment())
+
+
+def check_pods_with_tls(berth, temp, tls):
+    """The control plane's pod and an engine's, with the components tls."""
+    if not have("kubectl", "the components tls are not tried"):
+        return
+    folder = temp / "pods"
+    folder.mkdir()
+    token(berth, folder, "sidecars", "replica")
+    grpc, admin, port = (free_port() for _ in range(3))
+    toml = (KUBERNETES / "berth.toml").read_text()
+    toml = toml.replace("0.0.0.0:7700", f"127.0.0.1:{grpc}")
+    toml = toml.replace("0.0.0.0:7701", f"127.0.0.1:{admin}")
+    toml = toml.replace("8000,30000", f"8000,{port}")
+    for place in ("/etc/berth/credentials/", "/var/lib/berth/"):
+        toml = toml.replace(place, f"{folder}/")
+    (folder / "berth.toml").write_text(toml)
+    plane = containers(the("StatefulSet", documents(KUBERNETES, temp / "plane-run")))["berth"]
+    replaced = {"/etc/berth/config/": f"{folder}/", "/etc/berth/tls/": f"{tls}/"}
+    engine = containers(the("Deployment", documents(KUBERNETES / "engine", temp / "engine-run")))
+    with processes(folder) as started:
+        started.start("plane", [berth, *here(plane["args"], replaced)],
+                      env=environment(**dict_here(variables(plane), replaced)))  # fmt: skip
+        eventually("the pod is ready", lambda: get(f"http://127.0.0.1:{admin}/readyz"))
+        started.start("engine", [berth, "sim-engine", "--port", port])
+        command, settings, _ = pod(engine, berth, folder, grpc, folder / "sidecars", port, tls)
+        check(settings["BERTH_SIDECAR_CONTROL_PLANE"].startswith("https:"), "the sidecar has no TLS")
+        sidecar = started.start("sidecar", command, env=environment(**settings))
+        registered = (folder / "sidecar.log").read_text
+        eventually("the sidecar has registered", lambda: '"registered"' in registered())
+        ends_well(sidecar, "the pod's sidecar", 70)
+        ends_well(started.all[0], "the pod's control plane", 60)
+    print("pods: run with TLS")
 
 
 def check_fleet(berth, temp):
@@ -95,17 +144,9 @@ def check_fleet(berth, temp):
 def fleet(berth, temp, started):
     etc, logs = temp / "etc", temp / "var-log"
     etc.mkdir(), logs.mkdir()
-    tokens = {
-        "trainer": ["sample,admin", "--tenant", "a"],
-        "sidecars": ["replica"],
-        "prometheus": ["admin"],
-    }
-    lines = [
-        run(berth, "token", "--principal", who, "--role", *role, "--out", etc / who, stderr=None)
-        for who, role in tokens.items()
-    ]
-    (etc / "credentials").write_text("".join(lines))
-    (etc / "credentials").chmod(0o600)
+    token(berth, etc, "trainer", "sample,admin", "--tenant", "a")
+    token(berth, etc, "sidecars", "replica")
+    token(berth, etc, "prometheus", "admin")
     grpc, admin, one, two = (free_port() for _ in range(4))
 
     # The control plane, by its unit.
@@ -139,8 +180,9 @@ def fleet(berth, temp, started):
         check(f"[env: {name}=]" in known, f"the sidecar knows no {name}")
     command = exec_start("berth-sidecar@.service", {})
     of_unit = started.start("sidecar-unit", [berth, *command[1:]], env=environment(**settings))
-    pod, wait = pod_commands(berth, temp, url, etc / "sidecars", two)
-    of_pod = started.start("sidecar-pod", pod, env=environment())
+    engine = containers(the("Deployment", documents(KUBERNETES / "engine")))
+    command, settings, wait = pod(engine, berth, temp, grpc, etc / "sidecars", two)
+    of_pod = started.start("sidecar-pod", command, env=environment(**settings))
 
     def metrics():
         token = (etc / "prometheus").read_text().strip()
@@ -185,28 +227,37 @@ def fleet(berth, temp, started):
     print("fleet: run as the units and the pods say; drained; ended")
 
 
-def pod_commands(berth, temp, url, token, port):
-    """What the sidecar's container runs, and what the engine's runs before it ends."""
-    (deployment,) = [d for d in documents(KUBERNETES / "engine") if d["kind"] == "Deployment"]
-    both = containers(deployment)
-    command = both["berth"]["command"] + both["berth"]["args"]
+def here(words, replaced):
+    """Words of a manifest, with addresses and paths of this machine."""
+    done = []
+    for word in words:
+        for one, other in replaced.items():
+            word = word.replace(one, str(other))
+        check("$(" not in word, word)
+        done.append(word)
+    return done
+
+
+def dict_here(settings, replaced):
+    return dict(zip(settings, here(settings.values(), replaced)))
+
+
+def pod(both, berth, folder, grpc, token, port, tls=None):
+    """What the sidecar's container runs, with which variables, and what the engine's runs before
+    it ends."""
     replaced = {
-        "/run/berth": str(temp),
-        "http://berth.berth.svc:7700": url,
-        "/etc/berth/token": str(token),
+        "/run/berth": folder,
+        "berth.berth.svc:7700": f"127.0.0.1:{grpc}",
+        "/etc/berth/token": token,
+        "/etc/berth-ca/ca.crt": tls and tls / "tls.crt",
         "http://127.0.0.1:30000": f"http://127.0.0.1:{port}",
         "http://$(POD_IP):30000": f"http://127.0.0.1:{port}",
         "$(POD_NAME)": "pod",
     }
-
-    def here(word):
-        for one, other in replaced.items():
-            word = word.replace(one, other)
-        check("$(" not in word, word)
-        return berth if word == "berth" else word
-
+    command = here(both["berth"]["command"] + both["berth"]["args"], replaced)
+    command = [berth if word == "berth" else word for word in command]
     stop = both["engine"]["lifecycle"]["preStop"]["exec"]["command"]
-    return [here(word) for word in command], [here(word) for word in stop]
+    return command, dict_here(variables(both["berth"]), replaced), here(stop, replaced)
 
 
 def reload(plane, logs):

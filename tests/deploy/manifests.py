@@ -79,13 +79,25 @@ def check_units(berth, temp):
     print("units: verified by systemd-analyze")
 
 
-def documents(folder):
-    """What `kubectl apply -k` would send, or, without kubectl, the files as they are."""
-    if have("kubectl", "kustomization.yaml files are read, not built"):
-        return list(yaml.safe_load_all(run("kubectl", "kustomize", folder)))
-    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    files = [folder / name for name in kustomization["resources"]]
-    return [d for file in files for d in yaml.safe_load_all(file.read_text())]
+def documents(folder, temp=None):
+    """What `kubectl apply -k` would send, or, without kubectl, the files as they are. With
+    `temp`, a new folder: what it would send with the components that are offered in comments."""
+    if not have("kubectl", "kustomization.yaml files are read, not built"):
+        kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        files = [folder / name for name in kustomization["resources"]]
+        return [d for file in files for d in yaml.safe_load_all(file.read_text())]
+    if temp:
+        folder = shutil.copytree(folder, temp)
+        file = folder / "kustomization.yaml"
+        text = uncommented(file.read_text(), "components:")
+        check("\ncomponents:" in text, f"{file} offers no component")
+        file.write_text(text)
+    return list(yaml.safe_load_all(run("kubectl", "kustomize", folder)))
+
+
+def the(kind, documents):
+    (found,) = [d for d in documents if d["kind"] == kind]
+    return found
 
 
 def containers(document):
@@ -93,12 +105,28 @@ def containers(document):
     return {c["name"]: c for c in spec.get("initContainers", []) + spec["containers"]}
 
 
-def check_manifests():
+def variables(container):
+    return {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
+
+
+def mounted(document, name, paths):
+    """Each of the paths is in a folder that is mounted, from a volume that there is."""
+    spec = document["spec"]["template"]["spec"]
+    volumes = {v["name"] for v in spec.get("volumes", [])}
+    volumes |= {v["metadata"]["name"] for v in document["spec"].get("volumeClaimTemplates", [])}
+    mounts = {m["mountPath"]: m["name"] for m in containers(document)[name]["volumeMounts"]}
+    check(set(mounts.values()) <= volumes, f"{name} mounts what there is not")
+    for path in paths:
+        check(any(path.startswith(f"{m}/") for m in mounts), f"{path} is not mounted")
+
+
+def check_manifests(temp):
     import kubernetes_validate
 
     plane, engines = documents(KUBERNETES), documents(KUBERNETES / "engine")
+    with_tls = documents(KUBERNETES, temp / "plane"), documents(KUBERNETES / "engine", temp / "engine")
     for version in VERSIONS:
-        for document in plane + engines:
+        for document in [*plane, *engines, *with_tls[0], *with_tls[1]]:
             kubernetes_validate.validate(document, version, strict=True)
     used = {f.name for f in KUBERNETES.rglob("*.yaml")} | {"berth.toml"}
     named = {"kustomization.yaml", "berth.toml"}
@@ -106,27 +134,27 @@ def check_manifests():
         named |= set(yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"])
     check(used == named, f"files that no kustomization names: {used ^ named}")
 
-    (stateful,) = [d for d in plane if d["kind"] == "StatefulSet"]
-    (deployment,) = [d for d in engines if d["kind"] == "Deployment"]
+    stateful, deployment = the("StatefulSet", plane), the("Deployment", engines)
     toml = tomllib.loads((KUBERNETES / "berth.toml").read_text())
     pod, berth = stateful["spec"]["template"]["spec"], containers(stateful)["berth"]
     check(stateful["spec"]["replicas"] == 1, "the store is one process's")
     grace = pod["terminationGracePeriodSeconds"]
     check(grace >= seconds(toml["drain-timeout"]) + AFTER_DRAIN, "the pod's grace is too short")
-    # Folders that berth.toml names are mounted; what is written is on the claim.
+    # Whatever is named is mounted; what is written is on the claim.
+    paths = [value for value in toml.values() if str(value).startswith("/")]
+    mounted(stateful, "berth", paths + [berth["args"][berth["args"].index("--config") + 1]])
     mounts = {m["mountPath"]: m["name"] for m in berth["volumeMounts"]}
-    for option, path in toml.items():
-        if isinstance(path, str) and path.startswith("/"):
-            check(any(path.startswith(m + "/") for m in mounts), f"{option}: {path} is not mounted")
     claims = {c["metadata"]["name"] for c in stateful["spec"]["volumeClaimTemplates"]}
     check(mounts[str(Path(toml["data-dir"]).parent)] in claims, "the store is on no claim")
+    for document in (the("StatefulSet", with_tls[0]), the("Deployment", with_tls[1])):
+        said = variables(containers(document)["berth"])
+        mounted(document, "berth", [value for value in said.values() if value.startswith("/")])
     ports = {p["name"]: p["containerPort"] for p in berth["ports"]}
     for name, option in (("grpc", "listen"), ("admin", "admin-listen")):
         check(toml[option] == f"0.0.0.0:{ports[name]}", f"{option} is not the port {name}")
     # The ports of engines: of the option, of both policies and of the engine itself.
     allowed = set(map(int, toml["engine-ports"].split(",")))
-    (policy,) = [d for d in plane if d["kind"] == "NetworkPolicy"]
-    (guard,) = [d for d in engines if d["kind"] == "NetworkPolicy"]
+    policy, guard = the("NetworkPolicy", plane), the("NetworkPolicy", engines)
     check({p["port"] for r in policy["spec"]["egress"] for p in r["ports"]} == allowed, "egress")
     serves = {p["port"] for r in guard["spec"]["ingress"] for p in r["ports"]}
     check(serves <= allowed, "the engines' policy opens another port")
