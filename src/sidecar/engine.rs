@@ -10,6 +10,7 @@ use tokio::io::AsyncReadExt;
 
 use super::{
     config::SidecarConfig,
+    dialect,
     frozen::{FrozenWatch, Pulse},
     link::{Breaks, Link, LinkError},
     vllm::Vllm,
@@ -43,6 +44,18 @@ pub enum EngineTrouble {
     /// It says that it takes no work yet.
     #[error("the engine is not ready yet")]
     NotReady,
+    /// It speaks otherwise than was said.
+    #[error(
+        "{} seems to answer there, and not {}: set --engine {} (BERTH_SIDECAR_ENGINE), or \
+         --engine-url to another engine",
+        dialect::name(*.seems), dialect::name(*.told), dialect::option(*.seems)
+    )]
+    Dialect {
+        /// As the options say.
+        told: EngineKind,
+        /// As it answers.
+        seems: EngineKind,
+    },
 }
 
 impl EngineTrouble {

@@ -15,6 +15,7 @@ pub mod accelerator;
 mod beat;
 pub mod config;
 pub mod control;
+mod dialect;
 pub mod engine;
 pub mod frozen;
 mod leave;
@@ -221,23 +222,36 @@ impl Sidecar {
 
     /// Polls until the engine is ready and tells its facts.
     async fn wait_for_engine(&mut self, shutdown: &CancellationToken) -> Event {
+        let mut otherwise = false;
         loop {
             let told = tokio::select! {
-                told = self.first_facts() => told,
+                told = self.facts_or_why() => told,
                 () = shutdown.cancelled() => return Event::Shutdown,
             };
             match told {
                 Ok(()) => return Event::EngineReady,
                 Err(trouble) => {
-                    if self.failures == 0 {
+                    // Waiting does not help: somebody has to change something.
+                    let is_other = matches!(trouble, EngineTrouble::Dialect { .. });
+                    if is_other && !otherwise {
+                        tracing::error!(engine = %self.config.engine_url, %trouble, "the engine speaks otherwise than was said");
+                    } else if self.failures == 0 {
                         tracing::info!(engine = %self.config.engine_url, %trouble, "waiting for the engine");
                     }
+                    otherwise = is_other;
                     if self.pause(self.backoff().min(ASK_ENGINE), shutdown).await {
                         return Event::Shutdown;
                     }
                     self.failures = self.failures.saturating_add(1);
                 }
             }
+        }
+    }
+
+    async fn facts_or_why(&mut self) -> Result<(), EngineTrouble> {
+        match self.first_facts().await {
+            Ok(()) => Ok(()),
+            Err(trouble) => Err(dialect::explained(&self.config, trouble).await),
         }
     }
 
