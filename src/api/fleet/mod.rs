@@ -59,9 +59,11 @@ pub(super) fn time(
     told: Option<prost_types::Duration>,
 ) -> Result<Option<Duration>, Error> {
     told.map(|told| {
+        // Others are made into some length of time that nobody has meant.
+        let formed = (0..1_000_000_000).contains(&told.nanos);
         Duration::try_from(told)
             .ok()
-            .filter(|time| *time <= MAX_GRACE)
+            .filter(|time| formed && *time <= MAX_GRACE)
             .ok_or_else(|| {
                 Error::invalid(
                     Reason::InvalidRequest,
@@ -210,5 +212,32 @@ impl FleetService for FleetView {
         });
         caller.did("purge", &tenant, &purged);
         Ok(Response::new(purged?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_length_of_time_is_well_formed_and_not_beyond_a_day() {
+        let read = |seconds, nanos| time("grace", Some(prost_types::Duration { seconds, nanos }));
+        assert_eq!(time("grace", None), Ok(None));
+        assert_eq!(read(1, 5), Ok(Some(Duration::new(1, 5))));
+        assert_eq!(read(86_400, 0), Ok(Some(MAX_GRACE)));
+        for (seconds, nanos) in [
+            (86_400, 1),
+            (i64::MAX, 0),
+            (-1, 0),
+            (0, -1),
+            (1, -1),
+            (-1, 1_500_000_000),
+            (1, 1_000_000_000),
+            (0, i32::MIN),
+        ] {
+            let error = read(seconds, nanos).unwrap_err();
+            assert_eq!(error.reason, Reason::InvalidRequest, "{seconds} {nanos}");
+            assert_eq!(error.violations[0].field, "grace");
+        }
     }
 }
