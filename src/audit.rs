@@ -6,7 +6,7 @@
 //! many a minute are written, and of the others their number.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::{self, File, OpenOptions},
     io::{self, Write as _},
     net::SocketAddr,
     os::unix::fs::OpenOptionsExt as _,
@@ -101,6 +101,28 @@ impl Audit {
                 ..State::default()
             }),
         })))
+    }
+
+    /// Whether this file can be appended to, as far as that is seen without making it.
+    ///
+    /// # Errors
+    /// When it cannot.
+    pub fn check(path: &Path) -> io::Result<()> {
+        match fs::metadata(path) {
+            Ok(there) if there.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+            // To open a pipe would wait for its reader.
+            Ok(there) if !there.is_file() => Ok(()),
+            Ok(_) => OpenOptions::new().append(true).open(path).map(drop),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let folder = path.parent().filter(|folder| *folder != Path::new(""));
+                if fs::metadata(folder.unwrap_or(Path::new(".")))?.is_dir() {
+                    Ok(())
+                } else {
+                    Err(io::ErrorKind::NotADirectory.into())
+                }
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Opens the file again, which was moved away to be kept.

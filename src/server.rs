@@ -5,7 +5,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use futures_util::FutureExt;
 use http::{HeaderName, header};
 use tokio::{net::TcpListener, task::JoinHandle, time::Instant};
@@ -27,7 +27,7 @@ use crate::{
         replica::Replicas,
         sampling::Sampling,
     },
-    auth::{Guard, layer::Authenticate},
+    auth::{Files, Guard, layer::Authenticate},
     config::Config,
     engine::{
         ClientConfig,
@@ -72,10 +72,23 @@ impl Server {
     /// Opens the store, binds both ports and serves.
     ///
     /// # Errors
-    /// When the store cannot be opened or a port cannot be bound.
+    /// When a file that the configuration names is of no use, the store cannot be
+    /// opened or a port cannot be bound.
     pub async fn start(config: Config) -> anyhow::Result<Self> {
-        let guard = Guard::new(&config.auth)?;
-        let store = open_store(&config).await?;
+        let files = Files::read(&config.auth).map_err(|faults| anyhow!(faults.join("; ")))?;
+        Self::start_with(config, files).await
+    }
+
+    /// As [`start`](Self::start), with the files of credentials and of TLS as they
+    /// were read when the configuration was checked.
+    ///
+    /// # Errors
+    /// When the audit log or the store cannot be opened or a port cannot be bound.
+    pub async fn start_with(config: Config, files: Files) -> anyhow::Result<Self> {
+        let guard = Guard::new(&config.auth, files)?;
+        let store = open_store(&config)
+            .await
+            .context("data-dir is not usable")?;
         let grpc = bind(config.listen, "gRPC").await?;
         let admin = bind(config.admin_listen, "admin HTTP").await?;
         let (grpc_address, admin_address) = (grpc.local_addr()?, admin.local_addr()?);

@@ -132,24 +132,33 @@ fn the_configuration_is_checked_whole_and_nothing_is_bound() {
     );
     assert!(ok, "{text}");
     assert!(
-        text.contains("max_pins: 9") && text.contains("max_streams: 5"),
+        text.contains("max-pins = 9\n") && text.contains("max-streams = 5\n"),
         "{text}"
     );
 
-    std::fs::write(&file, "max-pin = 7\n").unwrap();
+    std::fs::write(&file, "max-pin = 7\nmax-streams = \"x\"\nload-factor = 0.5").unwrap();
     let (ok, text) = check(
         berth()
-            .args(["serve", "--check-config", "--config"])
-            .arg(&file),
-    );
-    assert!(!ok && text.contains("max-pin"), "{text}");
-
-    let (ok, text) = check(
-        berth()
-            .args(["serve", "--check-config"])
+            .args([
+                "serve",
+                "--check-config",
+                "--audit-log",
+                "/nonexistent/x",
+                "--config",
+            ])
+            .arg(&file)
             .env("BERTH_MAX_PIN", "7"),
     );
-    assert!(!ok && text.contains("BERTH_MAX_PIN"), "{text}");
+    assert!(!ok, "{text}");
+    for fault in [
+        "BERTH_MAX_PIN: ",
+        "max-pin: ",
+        "max-streams: ",
+        "load-factor: ",
+        "audit-log: /nonexistent/x: No such file",
+    ] {
+        assert!(text.contains(fault), "{fault} in {text}");
+    }
 
     let (ok, text) = check(berth().args([
         "serve",
@@ -188,7 +197,18 @@ fn faults_of_credentials_and_of_tls_are_told_with_all_others() {
                 .arg(file("key", "no key")),
         );
         assert!(!ok, "{text}");
-        for fault in ["load-factor", "line 1: role", "line 2: ", "TLS: "] {
+        let named = |option: &str| {
+            let name = option.trim_start_matches("tls-");
+            format!("{option}: {}: ", dir.path().join(name).display())
+        };
+        for fault in [
+            "load-factor",
+            "line 1: role",
+            "line 2: ",
+            &named("credentials"),
+            &named("tls-cert"),
+            &named("tls-key"),
+        ] {
             assert!(text.contains(fault), "{fault} in {text}");
         }
         assert!(!dir.path().join("audit").exists(), "nothing is made");
@@ -333,6 +353,7 @@ fn a_store_that_is_in_use_is_told() {
             .arg(serve.dir.path().join("store")),
     );
     assert!(!ok && text.contains("in use"), "{text}");
+    assert!(text.contains("data-dir"), "{text}");
 }
 
 #[tokio::test]

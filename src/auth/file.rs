@@ -29,8 +29,8 @@ const MAX_LINES: usize = 16_384;
 const MAX_NAME: usize = 128;
 /// Of a certificate's name.
 const MAX_URI: usize = 2048;
-/// Faults of one file that are told.
-const MAX_FAULTS: usize = 16;
+/// Faults of one file that are told; of the others their number.
+pub const MAX_FAULTS: usize = 64;
 
 /// Somebody who may call.
 #[derive(Debug, PartialEq, Eq)]
@@ -64,31 +64,41 @@ impl Directory {
     /// Reads it.
     ///
     /// # Errors
-    /// Its faults, with the numbers of their lines.
+    /// All its faults, with the numbers of their lines.
     pub fn parse(text: &str) -> Result<Self, Vec<String>> {
         let mut directory = Self::default();
-        let mut principals: HashMap<&str, Arc<Principal>> = HashMap::new();
+        let mut principals = HashMap::new();
+        let mut seen = HashSet::new();
         let mut faults = Vec::new();
+        let mut untold = 0_usize;
         let lines = text
             .lines()
             .enumerate()
             .map(|(i, line)| (i + 1, line.trim()));
         let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
         for (count, (number, line)) in lines.enumerate() {
+            let found = if count == MAX_LINES {
+                vec![format!("more than {MAX_LINES} credentials")]
+            } else {
+                let mut line = Line::read(line);
+                directory.add(&mut line, &mut principals, &mut seen);
+                line.faults
+            };
+            for fault in found {
+                if faults.len() < MAX_FAULTS {
+                    faults.push(format!("line {number}: {fault}"));
+                } else {
+                    untold += 1;
+                }
+            }
             if count == MAX_LINES {
-                faults.push(format!("line {number}: more than {MAX_LINES} credentials"));
                 break;
             }
-            let read = Line::read(line).and_then(|line| directory.add(line, &mut principals));
-            if let Err(fault) = read {
-                if faults.len() == MAX_FAULTS {
-                    faults.push("and more".to_owned());
-                    break;
-                }
-                faults.push(format!("line {number}: {fault}"));
-            }
         }
-        if faults.is_empty() && directory.tokens.is_empty() && directory.uris.is_empty() {
+        if untold > 0 {
+            faults.push(format!("and {untold} more faults"));
+        }
+        if faults.is_empty() && directory.is_empty() {
             faults.push("it holds no credential: nobody could call".to_owned());
         }
         if faults.is_empty() {
@@ -98,39 +108,43 @@ impl Directory {
         }
     }
 
+    /// Takes what the line gives in, or says why not.
     fn add<'a>(
         &mut self,
-        line: Line<'a>,
+        line: &mut Line<'a>,
         principals: &mut HashMap<&'a str, Arc<Principal>>,
-    ) -> Result<(), String> {
-        let new = Principal {
-            name: line.principal.into(),
-            roles: line.roles,
-            tenant: line.tenant.map_or_else(Tenant::default, Tenant::new),
-        };
-        let principal = principals
-            .entry(line.principal)
-            .or_insert_with(|| Arc::new(new));
-        if principal.roles != line.roles
-            || principal.tenant.as_str() != line.tenant.unwrap_or(Tenant::default().as_str())
-        {
-            return Err(
-                "another line gives this principal another role or another tenant".to_owned(),
-            );
+        seen: &mut HashSet<What<'a>>,
+    ) {
+        if line.what.is_some_and(|what| !seen.insert(what)) {
+            line.fault("this sha256 or uri stands in an earlier line too");
         }
+        let (Some(name), Some(roles)) = (line.principal, line.roles) else {
+            return;
+        };
+        let tenant = line.tenant.map_or_else(Tenant::default, Tenant::new);
+        let principal = principals.entry(name).or_insert_with(|| {
+            Arc::new(Principal {
+                name: name.into(),
+                roles,
+                tenant: tenant.clone(),
+            })
+        });
+        let principal = Arc::clone(principal);
+        if principal.roles != roles || principal.tenant != tenant {
+            line.fault("another line gives this principal another role or another tenant");
+        }
+        let Some(what) = line.what.filter(|_| line.faults.is_empty()) else {
+            return;
+        };
+        self.principals.insert(Arc::clone(&principal.name));
         let credential = Credential {
-            principal: Arc::clone(principal),
+            principal,
             not_after: line.not_after,
         };
-        let twice = match line.what {
-            What::Token(hash) => self.tokens.insert(hash, credential).is_some(),
-            What::Uri(uri) => self.uris.insert(uri.into(), credential).is_some(),
+        match what {
+            What::Token(hash) => self.tokens.insert(hash, credential),
+            What::Uri(uri) => self.uris.insert(uri.into(), credential),
         };
-        if twice {
-            return Err("this sha256 or uri stands in an earlier line too".to_owned());
-        }
-        self.principals.insert(Arc::clone(&principal.name));
-        Ok(())
     }
 
     /// Whose token this is.
@@ -159,66 +173,84 @@ impl Directory {
     }
 }
 
+/// A line, as far as it can be read.
+#[derive(Default)]
 struct Line<'a> {
-    principal: &'a str,
-    roles: Roles,
+    principal: Option<&'a str>,
+    roles: Option<Roles>,
     tenant: Option<&'a str>,
-    what: What<'a>,
+    what: Option<What<'a>>,
     not_after: Option<SystemTime>,
+    faults: Vec<String>,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum What<'a> {
     Token(TokenHash),
     Uri(&'a str),
 }
 
 impl<'a> Line<'a> {
-    fn read(line: &'a str) -> Result<Self, String> {
+    /// A fault, once.
+    fn fault(&mut self, fault: impl Into<String>) {
+        let fault = fault.into();
+        if !self.faults.contains(&fault) {
+            self.faults.push(fault);
+        }
+    }
+
+    /// What is good, and what is wrong is told.
+    fn good<T>(&mut self, read: Result<T, impl Into<String>>) -> Option<T> {
+        read.map_err(|fault| self.fault(fault)).ok()
+    }
+
+    fn read(text: &'a str) -> Self {
+        let mut line = Self::default();
         let mut fields: HashMap<&str, &str> = HashMap::new();
-        for word in line.split_whitespace() {
-            let (name, value) = word.split_once('=').ok_or("a word is none of name=value")?;
+        for word in text.split_whitespace() {
+            let Some((name, value)) = word.split_once('=') else {
+                line.fault("a word is none of name=value");
+                continue;
+            };
             let known = ["principal", "role", "tenant", "sha256", "uri", "not-after"];
             if !known.contains(&name) {
-                return Err(format!("a field is none of {}", known.join(", ")));
+                line.fault(format!("a field is none of {}", known.join(", ")));
+            } else if fields.insert(name, value).is_some() {
+                line.fault(format!("{name} stands twice"));
             }
-            if fields.insert(name, value).is_some() {
-                return Err(format!("{name} stands twice"));
-            }
         }
-        let principal = *fields.get("principal").ok_or("principal is missing")?;
-        if !is_name(principal) {
-            return Err(name_fault("principal"));
+        let named = |name: &'static str| {
+            let value = fields.get(name).copied();
+            value.map(|value| {
+                let is_one = is_name(value).then_some(value);
+                is_one.ok_or_else(|| name_fault(name))
+            })
+        };
+        let principal = named("principal").unwrap_or(Err("principal is missing".to_owned()));
+        line.principal = line.good(principal);
+        let role = fields.get("role").copied();
+        line.roles = line.good(role.map_or(Err("role is missing".to_owned()), roles));
+        let tenant = named("tenant");
+        if line.roles.is_some_and(|roles| roles.has(Role::Sample)) && tenant.is_none() {
+            line.fault("the role sample needs a tenant");
         }
-        let roles = roles(fields.get("role").ok_or("role is missing")?)?;
-        let tenant = fields.get("tenant").copied();
-        if tenant.is_some_and(|tenant| !is_name(tenant)) {
-            return Err(name_fault("tenant"));
-        }
-        if roles.has(Role::Sample) && tenant.is_none() {
-            return Err("the role sample needs a tenant".to_owned());
-        }
+        line.tenant = tenant.and_then(|tenant| line.good(tenant));
         let what = match (fields.get("sha256"), fields.get("uri")) {
-            (Some(hash), None) => What::Token(hash.parse().map_err(|()| {
+            (Some(hash), None) => hash.parse().map(What::Token).map_err(|()| {
                 "sha256 must be the 64 hexadecimal digits that `berth token` prints, not the \
                  token itself"
-            })?),
-            (None, Some(uri)) => What::Uri(uri_name(uri)?),
-            _ => return Err("one of sha256 and uri is needed".to_owned()),
+                    .to_owned()
+            }),
+            (None, Some(uri)) => uri_name(uri).map(What::Uri),
+            _ => Err("one of sha256 and uri is needed".to_owned()),
         };
-        let not_after = fields
-            .get("not-after")
-            .map(|text| {
-                humantime::parse_rfc3339(text)
-                    .map_err(|_| "not-after must be a time as 2027-01-31T00:00:00Z")
-            })
-            .transpose()?;
-        Ok(Self {
-            principal,
-            roles,
-            tenant,
-            what,
-            not_after,
-        })
+        line.what = line.good(what);
+        let not_after = fields.get("not-after").map(|text| {
+            humantime::parse_rfc3339(text)
+                .map_err(|_| "not-after must be a time as 2027-01-31T00:00:00Z")
+        });
+        line.not_after = not_after.and_then(|time| line.good(time));
+        line
     }
 }
 
@@ -314,6 +346,38 @@ mod tests {
     }
 
     #[test]
+    fn every_fault_of_a_line_is_told() {
+        let hash = "ab".repeat(32);
+        let told = fault(&format!(
+            "principal=p role=replica sha256={hash}\n\
+             x y principal=a! role=king tenant=b! sha256={hash} token=t not-after=soon\n\
+             role=sample role=sample\n\
+             principal=p role=admin sha256=1\n"
+        ));
+        let told: Vec<&str> = told.lines().collect();
+        let name = "must have 1 to 128 characters of [A-Za-z0-9._:@/-]";
+        assert_eq!(
+            told,
+            [
+                "line 2: a word is none of name=value",
+                "line 2: a field is none of principal, role, tenant, sha256, uri, not-after",
+                &format!("line 2: principal {name}"),
+                "line 2: role must be sample, replica or admin, or some of them",
+                &format!("line 2: tenant {name}"),
+                "line 2: not-after must be a time as 2027-01-31T00:00:00Z",
+                "line 2: this sha256 or uri stands in an earlier line too",
+                "line 3: role stands twice",
+                "line 3: principal is missing",
+                "line 3: the role sample needs a tenant",
+                "line 3: one of sha256 and uri is needed",
+                "line 4: sha256 must be the 64 hexadecimal digits that `berth token` prints, not \
+                 the token itself",
+                "line 4: another line gives this principal another role or another tenant",
+            ]
+        );
+    }
+
+    #[test]
     fn lines_that_contradict_each_other_are_refused() {
         let (a, b) = ("ab".repeat(32), "cd".repeat(32));
         let two = |second: &str| {
@@ -328,6 +392,9 @@ mod tests {
         let other = format!("principal=q role=replica sha256={a}");
         assert!(two(&other).contains("earlier line"));
         assert!(fault("# nothing\n").contains("no credential"));
-        assert!(fault(&"x\n".repeat(50)).contains("and more"));
+        // Of each line, that it is no field and that three are missing.
+        let many = fault(&"x\n".repeat(50));
+        assert_eq!(many.lines().count(), MAX_FAULTS + 1, "{many}");
+        assert!(many.ends_with("and 136 more faults"), "{many}");
     }
 }

@@ -15,18 +15,24 @@ pub(super) struct Content {
 }
 
 impl Content {
-    /// Says in the log that a secret is open to everybody. No more than that:
-    /// Kubernetes mounts its Secrets so unless told otherwise, in a container
-    /// where there is nobody else.
-    pub(super) fn should_be_secret(&self, path: &Path) {
-        if self.open {
-            tracing::warn!(
-                file = %path.display(),
-                "everybody on this machine may read this secret: chmod o-r, or defaultMode 0440 \
-                 in Kubernetes"
-            );
+    /// Of a file that there is none of.
+    pub(super) fn none() -> Self {
+        Self {
+            bytes: Vec::new(),
+            open: false,
         }
     }
+}
+
+/// Says in the log that a secret is open to everybody. No more than that: Kubernetes
+/// mounts its Secrets so unless told otherwise, in a container where there is nobody
+/// else.
+pub(super) fn should_be_secret(path: &Path) {
+    tracing::warn!(
+        file = %path.display(),
+        "everybody on this machine may read this secret: chmod o-r, or defaultMode 0440 in \
+         Kubernetes"
+    );
 }
 
 /// The whole file. Refused where everybody may change it: whoever can decides who

@@ -10,7 +10,7 @@ use arc_swap::ArcSwap;
 use http::{HeaderMap, header};
 
 use super::{
-    AuthConfig, Caller, Reflection, Role, Roles,
+    Caller, Reflection, Role, Roles,
     file::{Credential, Directory},
     files,
     methods::{self, Rule},
@@ -49,6 +49,22 @@ pub(super) enum Proof {
 }
 
 impl Known {
+    /// Those of this file.
+    ///
+    /// # Errors
+    /// All that is wrong with it.
+    pub(super) fn read(path: &Path) -> Result<Arc<Self>, Vec<String>> {
+        let read = files::read(path);
+        let tried = Tried::default();
+        tried.is_news([&read]);
+        let content = read.map_err(|fault| vec![fault])?;
+        Ok(Arc::new(Self {
+            path: path.to_owned(),
+            directory: ArcSwap::from_pointee(parse(path, &content.bytes)?),
+            tried,
+        }))
+    }
+
     /// Whose this is.
     ///
     /// # Errors
@@ -92,26 +108,13 @@ fn uri(client: &ClientName) -> Result<Option<Arc<str>>, Error> {
 }
 
 impl Gate {
-    /// With the credentials of the configured file.
-    ///
-    /// # Errors
-    /// What is wrong with it.
-    pub fn new(config: &AuthConfig, audit: Audit) -> Result<Self, String> {
-        let known = config.credentials.as_ref().map(|path| {
-            let read = files::read(path).map(|content| content.bytes);
-            let tried = Tried::default();
-            tried.is_news([&read]);
-            Ok::<_, String>(Arc::new(Known {
-                path: path.clone(),
-                directory: ArcSwap::from_pointee(parse(path, &read?)?),
-                tried,
-            }))
-        });
-        Ok(Self {
-            known: known.transpose()?,
-            reflection: config.reflection,
+    /// Over those who are known; `None`: everybody may do everything.
+    pub(super) fn new(known: Option<Arc<Known>>, reflection: Reflection, audit: Audit) -> Self {
+        Self {
+            known,
+            reflection,
             audit,
-        })
+        }
     }
 
     /// Where what is done is written down.
@@ -123,11 +126,13 @@ impl Gate {
     /// fault changes nothing.
     pub(super) fn reload(&self) -> Option<(&Path, Result<String, String>)> {
         let known = self.known.as_ref()?;
-        let read = files::read(&known.path).map(|content| content.bytes);
+        let read = files::read(&known.path);
         if !known.tried.is_news([&read]) {
             return None;
         }
-        let parsed = read.and_then(|bytes| parse(&known.path, &bytes));
+        let parsed = read.and_then(|content| {
+            parse(&known.path, &content.bytes).map_err(|faults| faults.join("; "))
+        });
         let exchanged = parsed.map(|directory| {
             let count = directory.len();
             known.directory.store(Arc::new(directory));
@@ -250,10 +255,11 @@ impl Gate {
     }
 }
 
-fn parse(path: &Path, bytes: &[u8]) -> Result<Directory, String> {
+fn parse(path: &Path, bytes: &[u8]) -> Result<Directory, Vec<String>> {
     let path = path.display();
-    let text = std::str::from_utf8(bytes).map_err(|_| format!("{path}: it is not UTF-8"))?;
-    Directory::parse(text).map_err(|faults| format!("{path}: {}", faults.join("; ")))
+    let text = std::str::from_utf8(bytes).map_err(|_| vec![format!("{path}: it is not UTF-8")])?;
+    let of_file = |fault| format!("{path}: {fault}");
+    Directory::parse(text).map_err(|faults| faults.into_iter().map(of_file).collect())
 }
 
 /// A token goes before a certificate: a call through somebody's proxy is the

@@ -23,7 +23,13 @@ mod scheme;
 pub mod tls;
 pub mod token;
 
-use std::{fmt, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::Context as _;
 use serde::Deserialize;
@@ -46,29 +52,57 @@ pub struct Guard {
     pub tls: Option<Arc<ServerTls>>,
 }
 
-impl Guard {
-    /// Reads all files.
+/// What the files of credentials and of TLS hold. They are read once: what was found
+/// good is what is served with.
+#[derive(Debug)]
+pub struct Files {
+    known: Option<Arc<gate::Known>>,
+    tls: Option<Arc<ServerTls>>,
+}
+
+impl Files {
+    /// Reads them. The audit log is looked at, and neither made nor written to.
     ///
     /// # Errors
-    /// What is wrong with them: nothing is served then.
-    pub fn new(config: &AuthConfig) -> anyhow::Result<Self> {
-        let audit = Audit::open(config.audit_log.as_deref()).context("the audit log")?;
-        let gate = Gate::new(config, audit).map_err(anyhow::Error::msg);
+    /// All that is wrong with them, by the options that name them: nothing is served
+    /// then.
+    pub fn read(config: &AuthConfig) -> Result<Self, Vec<String>> {
+        let mut faults = Vec::new();
+        let known = config.credentials.as_deref().map(gate::Known::read);
+        let known = known.transpose().map_err(|found| {
+            faults.extend(found.iter().map(|fault| format!("credentials: {fault}")));
+        });
+        let audit = config.audit_log.as_deref();
+        if let Some((path, Err(error))) = audit.map(|path| (path, Audit::check(path))) {
+            faults.push(format!("audit-log: {}: {error}", path.display()));
+        }
         let tls = config.tls.clone().map(ServerTls::new).transpose();
-        Ok(Self {
-            gate: Arc::new(gate.context("the file of credentials is not usable")?),
-            tls: tls.map_err(anyhow::Error::msg).context("TLS")?,
-        })
+        let tls = tls.map_err(|found| faults.extend(found));
+        match (known, tls) {
+            (Ok(known), Ok(tls)) if faults.is_empty() => Ok(Self { known, tls }),
+            _ => Err(faults),
+        }
     }
+}
 
-    /// What is wrong with the files of credentials and of TLS, all of them; the audit
-    /// log is not opened.
-    pub fn faults(config: &AuthConfig) -> Vec<String> {
-        let gate = Gate::new(config, Audit::default()).err();
-        let tls = config.tls.clone().and_then(|tls| ServerTls::new(tls).err());
-        let gate = gate.map(|fault| format!("credentials: {fault}"));
-        let tls = tls.map(|fault| format!("TLS: {fault}"));
-        gate.into_iter().chain(tls).collect()
+impl Guard {
+    /// With what was read.
+    ///
+    /// # Errors
+    /// When the audit log cannot be opened: nothing is served then.
+    pub fn new(config: &AuthConfig, files: Files) -> anyhow::Result<Self> {
+        let path = config.audit_log.as_deref();
+        let audit = Audit::open(path).with_context(|| {
+            let path = path.unwrap_or(Path::new(""));
+            format!("audit-log: cannot open {}", path.display())
+        })?;
+        if let Some(tls) = &files.tls {
+            tls.warn();
+        }
+        Ok(Self {
+            gate: Arc::new(Gate::new(files.known, config.reflection, audit)),
+            tls: files.tls,
+        })
     }
 
     /// Reads them again when they change, until `stop`.
@@ -309,4 +343,67 @@ pub struct TlsConfig {
     /// A connection with a client's certificate is made anew after so long: a
     /// certificate must be renewed at least so long before its end.
     pub connection_age: Duration,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_was_found_good_is_what_is_served_with() {
+        let dir = tempfile::tempdir().unwrap();
+        let token = token::Token::mint().unwrap();
+        let config = AuthConfig {
+            credentials: Some(dir.path().join("credentials")),
+            audit_log: Some(dir.path().join("audit")),
+            ..AuthConfig::default()
+        };
+        let path = dir.path().join("credentials");
+        let line = format!("principal=ops role=admin sha256={}", token.hash());
+        std::fs::write(&path, line).unwrap();
+        let files = Files::read(&config).unwrap();
+        assert!(!dir.path().join("audit").exists());
+        // Between the check and the start.
+        std::fs::write(&path, "nonsense").unwrap();
+        assert!(Files::read(&config).is_err());
+        let guard = Guard::new(&config, files).unwrap();
+        assert!(dir.path().join("audit").exists());
+        let mut headers = http::HeaderMap::new();
+        let bearer = format!("Bearer {}", token.expose());
+        headers.insert("authorization", bearer.parse().unwrap());
+        let method = "/berth.v1.FleetService/ListReplicas";
+        let caller = guard.gate.admit(method, &headers, &http::Extensions::new());
+        assert_eq!(&*caller.unwrap().principal, "ops");
+    }
+
+    #[test]
+    fn every_file_of_no_use_is_told_by_its_option_and_its_name() {
+        let at = |name: &str| PathBuf::from("/nonexistent").join(name);
+        let config = AuthConfig {
+            credentials: Some(at("credentials")),
+            audit_log: Some(at("audit-log")),
+            tls: Some(TlsConfig {
+                cert: at("tls-cert"),
+                key: at("tls-key"),
+                client_ca: Some(at("tls-client-ca")),
+                require_client_cert: false,
+                handshake_timeout: Duration::from_secs(1),
+                connection_age: Duration::from_secs(1),
+            }),
+            ..AuthConfig::default()
+        };
+        let faults = Files::read(&config).unwrap_err();
+        assert_eq!(faults.len(), 5, "{faults:?}");
+        for option in [
+            "credentials",
+            "audit-log",
+            "tls-cert",
+            "tls-key",
+            "tls-client-ca",
+        ] {
+            let told = format!("{option}: /nonexistent/{option}: ");
+            let is_told = faults.iter().any(|fault| fault.starts_with(&told));
+            assert!(is_told, "{option} in {faults:?}");
+        }
+    }
 }

@@ -13,7 +13,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
-use super::{Gate, tls::ServerTls};
+use super::{Gate, files::Content, tls::ServerTls};
 use crate::audit::Entry;
 
 /// How often files are looked at.
@@ -27,12 +27,12 @@ impl Tried {
     /// Whether this is another content, or another failure, than the last time.
     pub(super) fn is_news<'a>(
         &self,
-        read: impl IntoIterator<Item = &'a Result<Vec<u8>, String>>,
+        read: impl IntoIterator<Item = &'a Result<Content, String>>,
     ) -> bool {
         let mut hash = Sha256::new();
         for part in read {
             let (kind, bytes) = match part {
-                Ok(bytes) => (0, &bytes[..]),
+                Ok(content) => (0, &content.bytes[..]),
                 Err(fault) => (1, fault.as_bytes()),
             };
             hash.update([kind]);

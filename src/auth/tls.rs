@@ -25,7 +25,11 @@ use rustls::{
 use tokio::{net::TcpStream, sync::watch, time::Instant};
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
-use super::{TlsConfig, files, reload::Tried};
+use super::{
+    TlsConfig,
+    files::{self, Content},
+    reload::Tried,
+};
 use crate::listen::limits::HandshakeFailure;
 
 /// A certificate that was found good counts as good for so long.
@@ -49,6 +53,8 @@ struct Loaded {
     client_ca: Option<Vec<u8>>,
     /// Of the authorities.
     generation: u64,
+    /// Everybody on this machine may read the key.
+    open_key: bool,
 }
 
 /// A connection's client, as an extension of its requests.
@@ -112,8 +118,8 @@ impl ServerTls {
     /// Loads the files.
     ///
     /// # Errors
-    /// What is wrong with them.
-    pub fn new(config: TlsConfig) -> Result<Arc<Self>, String> {
+    /// All that is wrong with them, by the options that name them.
+    pub fn new(config: TlsConfig) -> Result<Arc<Self>, Vec<String>> {
         let tried = Tried::default();
         let files = read(&config);
         tried.is_news(&files);
@@ -163,6 +169,13 @@ impl ServerTls {
         }
     }
 
+    /// Says in the log what is unwise about the files.
+    pub(super) fn warn(&self) {
+        if self.current.load().open_key {
+            files::should_be_secret(&self.config.key);
+        }
+    }
+
     /// Reads the files again. `None`: they are as they were. A set with a fault
     /// changes nothing.
     pub(super) fn reload(&self) -> Option<(&Path, Result<String, String>)> {
@@ -172,11 +185,15 @@ impl ServerTls {
         }
         let old = self.current.load();
         let generation = match &files[2] {
-            Ok(bytes) if old.client_ca.as_ref().is_some_and(|ca| ca != bytes) => old.generation + 1,
+            Ok(ca) if old.client_ca.as_ref().is_some_and(|old| *old != ca.bytes) => {
+                old.generation + 1
+            }
             _ => old.generation,
         };
-        let exchanged = load(&self.config, files, generation).map(|loaded| {
+        let loaded = load(&self.config, files, generation).map_err(|faults| faults.join("; "));
+        let exchanged = loaded.map(|loaded| {
             self.current.store(Arc::new(loaded));
+            self.warn();
             if generation == old.generation {
                 return "the server's certificate".to_owned();
             }
@@ -228,59 +245,73 @@ fn uri_of(cert: &CertificateDer<'_>) -> Result<Option<Arc<str>>, &'static str> {
 }
 
 /// Certificate, key, authorities; the last one empty where there is none.
-fn read(config: &TlsConfig) -> [Result<Vec<u8>, String>; 3] {
-    let bytes = |path: &Path| files::read(path).map(|content| content.bytes);
+fn read(config: &TlsConfig) -> [Result<Content, String>; 3] {
+    let authorities = config.client_ca.as_deref();
     [
-        bytes(&config.cert),
-        bytes(&config.key),
-        config.client_ca.as_deref().map_or(Ok(Vec::new()), bytes),
+        files::read(&config.cert),
+        files::read(&config.key),
+        authorities.map_or_else(|| Ok(Content::none()), files::read),
     ]
 }
 
 fn load(
     config: &TlsConfig,
-    [cert, key, client_ca]: [Result<Vec<u8>, String>; 3],
+    [cert, key, client_ca]: [Result<Content, String>; 3],
     generation: u64,
-) -> Result<Loaded, String> {
-    if let Ok(content) = files::read(&config.key) {
-        content.should_be_secret(&config.key);
-    }
-    let chain = certificates(&config.cert, &cert?)?;
-    let key = private_key(&config.key, &key?)?;
-    let provider = provider();
-    let client_ca = match &config.client_ca {
-        Some(_) => Some(client_ca?),
-        None => None,
-    };
-    let clients: Option<Arc<dyn ClientCertVerifier>> = match (&config.client_ca, &client_ca) {
-        (Some(path), Some(bytes)) => {
-            let roots = Arc::new(authorities(path, bytes)?);
-            let mut verifier =
-                WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider));
-            if !config.require_client_cert {
-                verifier = verifier.allow_unauthenticated();
-            }
-            let verifier = verifier.build();
-            Some(verifier.map_err(|e| format!("{}: {e}", path.display()))?)
+) -> Result<Loaded, Vec<String>> {
+    const CERT: &str = "tls-cert";
+    const CLIENT_CA: &str = "tls-client-ca";
+    let of = |option: &str, fault| format!("{option}: {fault}");
+    let open_key = key.as_ref().is_ok_and(|key| key.open);
+    let chain = cert.and_then(|cert| certificates(&config.cert, &cert.bytes));
+    let chain = chain.map_err(|fault| of(CERT, fault));
+    let key = key.and_then(|key| private_key(&config.key, &key.bytes));
+    let key = key.map_err(|fault| of("tls-key", fault));
+    let client_ca = config.client_ca.as_ref().map(|path| {
+        let bytes = client_ca?.bytes;
+        let roots = authorities(path, &bytes)?;
+        Ok((path, roots, bytes))
+    });
+    let client_ca = client_ca.transpose().map_err(|fault| of(CLIENT_CA, fault));
+    let (chain, key, client_ca) = match (chain, key, client_ca) {
+        (Ok(chain), Ok(key), Ok(client_ca)) => (chain, key, client_ca),
+        (chain, key, client_ca) => {
+            let faults = [chain.err(), key.err(), client_ca.err()];
+            return Err(faults.into_iter().flatten().collect());
         }
-        _ => None,
     };
+    let provider = provider();
+    let (mut clients, mut client_ca_bytes) = (None, None);
+    if let Some((path, roots, bytes)) = client_ca {
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider));
+        let verifier = if config.require_client_cert {
+            verifier
+        } else {
+            verifier.allow_unauthenticated()
+        };
+        let verifier: Arc<dyn ClientCertVerifier> = verifier
+            .build()
+            .map_err(|e| vec![of(CLIENT_CA, format!("{}: {e}", path.display()))])?;
+        (clients, client_ca_bytes) = (Some(verifier), Some(bytes));
+    }
     let builder = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
-        .map_err(|e| e.to_string())?;
+        .map_err(|e| vec![e.to_string()])?;
     let builder = match &clients {
         Some(clients) => builder.with_client_cert_verifier(Arc::clone(clients)),
         None => builder.with_no_client_auth(),
     };
     let mut server = builder
         .with_single_cert(chain, key)
-        .map_err(|e| format!("{}: {e}", config.cert.display()))?;
+        .map_err(|e| vec![of(CERT, format!("{}: {e}", config.cert.display()))])?;
     server.alpn_protocols = vec![b"h2".to_vec()];
     Ok(Loaded {
         server: Arc::new(server),
         clients,
-        client_ca,
+        client_ca: client_ca_bytes,
         generation,
+        open_key,
     })
 }
 

@@ -2,13 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::bail;
 use clap::CommandFactory;
 
 use super::operator::usage;
 use crate::{
-    auth::Guard,
-    config::{Config, Options, unknown_variables},
+    auth::Files,
+    config::{Config, Found, Options, file, unknown_variables, unusable},
     failpoint,
     listen::descriptors,
     server::{Server, drain_on_signals},
@@ -23,7 +22,7 @@ pub struct Args {
     #[arg(long, env = "BERTH_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Check the configuration, print what it comes to, and end.
+    /// Check the configuration, print what it comes to as such a file has it, and end.
     #[arg(long)]
     check_config: bool,
 
@@ -37,10 +36,10 @@ pub struct Args {
 /// A configuration that is not usable, a store that cannot be opened, a port
 /// that cannot be bound.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let mut config = configured(args.config.as_deref(), args.options).map_err(usage)?;
+    let configured = configured(args.config.as_deref(), args.options);
+    let (mut config, files) = configured.map_err(usage)?;
     if args.check_config {
-        println!("{config:#?}");
-        return Ok(());
+        return Ok(super::print(&config.shown())?);
     }
     let logs = Logs::init(config.log_format, &config.log, config.otlp.as_ref())?;
     config.spans = logs.spans();
@@ -48,25 +47,33 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         failpoint::arm(&said).map_err(anyhow::Error::msg)?;
     }
     descriptors::raise(config.limits.connections.all);
-    let server = Server::start(config).await?;
+    let server = Server::start_with(config, files).await?;
     drain_on_signals(server.drain_token())?;
     let ended = server.ended().await;
     logs.flush().await;
     ended
 }
 
-/// What file, environment and flags come to.
-fn configured(file: Option<&Path>, options: Options) -> anyhow::Result<Config> {
+/// What file, environment and flags come to, and what the files that they name hold.
+fn configured(file: Option<&Path>, options: Options) -> anyhow::Result<(Config, Files)> {
     let unknown = unknown_variables(std::env::vars().map(|(name, _)| name), &known_variables());
-    if !unknown.is_empty() {
-        bail!(
-            "unknown environment variables: {} (see `berth serve --help`)",
-            unknown.join(", ")
-        );
-    }
-    let file = file.map(Options::from_file).transpose()?;
-    let options = options.or(file.unwrap_or_default());
-    Config::resolve_with(options, |config| Guard::faults(&config.auth))
+    let unknown = unknown.iter().map(|name| {
+        format!("{name}: is no option's environment variable (see `berth serve --help`)")
+    });
+    let mut faults: Vec<String> = unknown.collect();
+    let (from_file, found) = match file.map(file::read).transpose() {
+        Ok(read) => read.unwrap_or_default(),
+        Err(fault) => {
+            // What the options come to is not known.
+            faults.push(fault);
+            return Err(unusable(&faults));
+        }
+    };
+    faults.extend(found.faults);
+    let found = Found { faults, ..found };
+    Config::resolve_with(options.or(from_file), found, |config| {
+        Files::read(&config.auth)
+    })
 }
 
 /// The variables that any subcommand knows.

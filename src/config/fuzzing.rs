@@ -5,10 +5,10 @@ use std::time::{Duration, SystemTime};
 
 use http::{HeaderMap, HeaderValue};
 
-use super::{Config, Options};
+use super::{Config, Options, file};
 use crate::{
     auth::{
-        file::{Directory, is_name},
+        file::{Directory, MAX_FAULTS, is_name},
         token::Token,
     },
     fuzzing::Feed,
@@ -27,9 +27,19 @@ pub fn config(data: &[u8]) {
         return;
     };
     if choice == 0 {
-        if let Ok(options) = toml::from_str::<Options>(text)
-            && let Ok(config) = Config::resolve(options)
-        {
+        let Ok((options, found)) = file::parse(text) else {
+            return;
+        };
+        // Key by key is as all at once.
+        let whole = toml::from_str::<Options>(text);
+        assert_eq!(
+            whole.is_ok(),
+            found.faults.is_empty(),
+            "{whole:?} {found:?}"
+        );
+        let wrong = !found.faults.is_empty();
+        if let Ok((config, ())) = Config::resolve_with(options, found, |_| Ok(())) {
+            assert!(!wrong);
             usable(&config);
         }
         return;
@@ -37,9 +47,9 @@ pub fn config(data: &[u8]) {
     match Directory::parse(text) {
         Ok(directory) => assert!(!directory.is_empty()),
         Err(faults) => {
-            assert!(!faults.is_empty() && faults.len() <= 17);
+            assert!(!faults.is_empty() && faults.len() <= MAX_FAULTS + 1);
             let told = faults.join("\n");
-            assert!(told.len() < 8192);
+            assert!(told.len() < 16_384);
             for word in text.split(|c: char| !c.is_ascii_alphanumeric()) {
                 let digit = word.bytes().any(|b| b.is_ascii_digit());
                 assert!(word.len() < 16 || !digit || !told.contains(word));

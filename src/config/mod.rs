@@ -5,7 +5,7 @@
 
 use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, sync::Arc, time::Duration};
 
-use anyhow::bail;
+use anyhow::anyhow;
 use ipnet::IpNet;
 
 use crate::{
@@ -20,12 +20,15 @@ use crate::{
 };
 
 mod faults;
+pub mod file;
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod fuzzing;
 mod options;
+mod shown;
 #[cfg(test)]
 mod tests;
 
+pub use file::Found;
 pub use options::{DurabilityChoice, LogFormat, Options};
 
 /// A configuration in which everything is decided and in range.
@@ -106,17 +109,20 @@ impl Config {
     /// # Errors
     /// Every fault, one a line.
     pub fn resolve(options: Options) -> anyhow::Result<Self> {
-        Self::resolve_with(options, |_| Vec::new())
+        let resolved = Self::resolve_with(options, Found::default(), |_| Ok(()));
+        resolved.map(|(config, ())| config)
     }
 
-    /// As [`resolve`](Self::resolve), with the faults of what the configuration names.
+    /// As [`resolve`](Self::resolve), with what was found wrong before, and with what
+    /// the configuration names, once `read`.
     ///
     /// # Errors
     /// Every fault, one a line.
-    pub fn resolve_with(
+    pub fn resolve_with<T>(
         options: Options,
-        named: impl FnOnce(&Self) -> Vec<String>,
-    ) -> anyhow::Result<Self> {
+        mut found: Found,
+        read: impl FnOnce(&Self) -> Result<T, Vec<String>>,
+    ) -> anyhow::Result<(Self, T)> {
         let default = Self::default();
         let mut faults = Vec::new();
         let listen = options.listen.unwrap_or(default.listen);
@@ -307,15 +313,22 @@ impl Config {
             ..default
         };
         faults.extend(config.faults());
-        faults.extend(named(&config));
-        if !faults.is_empty() {
-            bail!(
-                "the configuration is not usable:\n  {}",
-                faults.join("\n  ")
-            );
+        let read = read(&config).map_err(|found| faults.extend(found));
+        faults.retain(|fault| !found.hides(fault));
+        found.faults.append(&mut faults);
+        match read {
+            Ok(read) if found.faults.is_empty() => Ok((config, read)),
+            _ => Err(unusable(&found.faults)),
         }
-        Ok(config)
     }
+}
+
+/// All that is wrong with a configuration, one a line.
+pub fn unusable(faults: &[String]) -> anyhow::Error {
+    anyhow!(
+        "the configuration is not usable:\n  {}",
+        faults.join("\n  ")
+    )
 }
 
 /// TLS, where its files are named.

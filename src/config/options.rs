@@ -1,13 +1,8 @@
 //! The options of `berth serve`, each once: as flags, `BERTH_*` environment and
 //! TOML file give them.
 
-use std::{
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use anyhow::Context;
 use serde::Deserialize;
 
 use crate::auth::Reflection;
@@ -453,17 +448,5 @@ impl Options {
             otlp_endpoint: self.otlp_endpoint.or(other.otlp_endpoint),
             otlp_sample_ratio: self.otlp_sample_ratio.or(other.otlp_sample_ratio),
         }
-    }
-
-    /// Reads a file.
-    ///
-    /// # Errors
-    /// When it cannot be read, is no TOML, or has a key or value that is none of
-    /// an option's.
-    pub fn from_file(path: &Path) -> anyhow::Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("--config (BERTH_CONFIG): cannot read {}", path.display()))?;
-        toml::from_str(&text)
-            .with_context(|| format!("--config (BERTH_CONFIG): {}", path.display()))
     }
 }

@@ -22,6 +22,85 @@ fn an_unknown_key_is_an_error() {
 }
 
 #[test]
+fn a_value_of_the_wrong_type_hides_no_other_fault() {
+    let (options, found) = file::parse(
+        "max-pins = \"many\"\nmax-streams = -1\nmax-attempts = 5000000000\nretention = 5\n\
+         grace = \"soon\"\nload-factor = \"high\"\naccept-loss = 1\nlisten = \"localhost\"\n\
+         durability = \"none\"\ncredentials = [\"secret\"]\nlog = 3\nmax-pin = 7\n\
+         admin-listen = \"0.0.0.0:7701\"\nmax-replicas = 0\ndrain-grace = \"25h\"\n[serve]\n",
+    )
+    .unwrap();
+    // What could be read is.
+    assert_eq!(options.max_replicas, Some(0));
+    let error = Config::resolve_with(options, found, |_| Ok(())).unwrap_err();
+    let mut told: Vec<String> = error.to_string().lines().map(str::to_owned).collect();
+    told.sort();
+    assert_eq!(
+        told,
+        [
+            "  accept-loss: must be true or false, is 1",
+            "  credentials: must be a path in quotes, is a list",
+            "  drain-grace: must be from 0s to 1day",
+            "  durability: must be one of \"fsync\", \"relaxed\", is \"none\"",
+            "  grace: must be a time in quotes, as \"2s\" or \"5m\", is \"soon\"",
+            "  listen: must be an address and a port in quotes, as \"127.0.0.1:7700\", is \
+             \"localhost\"",
+            "  load-factor: must be a number, is \"high\"",
+            "  log: must be a text in quotes, is 3",
+            "  max-attempts: 5000000000 is too large",
+            "  max-pin: is no option (see `berth serve --help`)",
+            "  max-pins: must be a whole number from 0, is \"many\"",
+            "  max-replicas: must be from 1 to 65536",
+            "  max-streams: must be a whole number from 0, is -1",
+            "  retention: must be a time in quotes, as \"2s\" or \"5m\", is 5",
+            "  serve: is no option (see `berth serve --help`)",
+            // Whether the admin port may be open rests on the credentials, which could
+            // not be read.
+            "the configuration is not usable:",
+        ]
+    );
+}
+
+#[test]
+fn what_is_shown_is_a_file_of_the_same_configuration() {
+    let config = |text: &str| {
+        let (options, found) = file::parse(text).unwrap();
+        Config::resolve_with(options, found, |_| Ok(())).unwrap().0
+    };
+    for text in [
+        "",
+        "load-factor = inf\nkv-admission = 0.9\nmoves-per-minute = 7\nmove-margin = \"1m 5s\"\n\
+         engine-networks = \"10.0.0.0/8,fd12::/16\"\nengine-ports = \"80,8000-8099\"\n\
+         credentials = 'a \"file\"'\naudit-log = \"x\"\nreflection = \"admin\"\n\
+         tls-cert = \"c\"\ntls-key = \"k\"\ntls-client-ca = \"a\"\nlog-format = \"json\"\n\
+         tls-require-client-cert = true\notlp-endpoint = \"http://127.0.0.1:4317\"\n\
+         otlp-sample-ratio = 0.25\ndurability = \"relaxed\"\nkeyless-prefix = true\n",
+    ] {
+        let shown = config(text).shown();
+        for line in text.lines() {
+            assert!(
+                shown.lines().any(|shown| shown == line),
+                "{line} in {shown}"
+            );
+        }
+        let again = config(&shown);
+        assert_eq!(again.shown(), shown);
+        assert_eq!(format!("{again:?}"), format!("{:?}", config(text)));
+        assert!(!shown.contains("Some") && !shown.contains('_'), "{shown}");
+        // Every option stands there once.
+        let known = <Options as clap::Args>::augment_args(clap::Command::new("serve"));
+        for option in known.get_arguments().filter_map(clap::Arg::get_long) {
+            let words = shown.split([' ', '\n', ',']);
+            assert_eq!(
+                words.filter(|word| *word == option).count(),
+                1,
+                "{option}: {shown}"
+            );
+        }
+    }
+}
+
+#[test]
 fn all_faults_are_told_at_once() {
     let options: Options = toml::from_str(
         "listen = \"0.0.0.0:7700\"\nload-factor = 0.5\nmax-attempts = 0\ngrace = \"2days\"\n\
