@@ -283,6 +283,19 @@ fn wrong_usage_of_any_command_has_the_exit_code_that_clap_has_for_it() {
             &[&small[..], &["--policies", "hash,hash"]].concat(),
             &["--policies"],
         ),
+        (
+            &[&small[..], &["--arrival", "99999999y"]].concat(),
+            &["ten years"],
+        ),
+        (&["stats", "--timeout", "0s"], &["--timeout", "above 0s"]),
+        (
+            &[
+                &sidecar[..],
+                &["--drain-timeout", "72h", "--frozen-after", "0s"],
+            ]
+            .concat(),
+            &["--drain-timeout", "--frozen-after"],
+        ),
         (&[&small[..], &["--replicas", "0"]].concat(), &["replicas"]),
         (
             &[&small[..], &["--events-file", &events]].concat(),

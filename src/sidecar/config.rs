@@ -5,6 +5,8 @@ use std::{collections::BTreeMap, time::Duration};
 
 use crate::{auth::client::Access, call::LogprobMode, fleet::facts::EngineKind};
 
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
 /// What a sidecar is told.
 #[derive(Clone, Debug)]
 pub struct SidecarConfig {
@@ -173,6 +175,13 @@ impl SidecarConfig {
                     "--label: {key:?}: keys have 1 to 63, values at most 255 characters"
                 ));
             }
+        }
+        // Half of it is the grace that the control plane is told, which takes a day.
+        if self.drain_timeout > DAY {
+            faults.push("--drain-timeout: at most 24h".into());
+        }
+        if self.timing.frozen_after.is_zero() || self.timing.frozen_after > DAY {
+            faults.push("--frozen-after: above 0s and at most 24h".into());
         }
         if self.vocab_size == Some(0) {
             faults.push("--vocab-size: at least 1".into());

@@ -50,6 +50,9 @@ use events::Event;
 use oracle::Reachable;
 use trace::Trace;
 
+/// Virtual time is counted in nanoseconds, and does not run out.
+const LONGEST: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
+
 /// When sessions begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
@@ -125,6 +128,12 @@ impl Setup {
             (
                 self.arrival == Arrival::Live(0),
                 "at least one session is live",
+            ),
+            (
+                matches!(self.arrival, Arrival::Every(gap)
+                    if gap.saturating_mul(u32::try_from(trace.sessions.len()).unwrap_or(u32::MAX))
+                        > LONGEST),
+                "sessions begin within ten years",
             ),
             (
                 trace.sessions.is_empty() || trace.sessions.iter().any(|s| s.turns.is_empty()),

@@ -35,10 +35,18 @@ pub(super) struct Connection {
     #[arg(long, env = "BERTH_URL", default_value = "http://127.0.0.1:7700")]
     url: String,
     /// How long one call may take.
-    #[arg(long, default_value = "10s", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = timeout)]
     timeout: Duration,
     #[command(flatten)]
     access: Access,
+}
+
+fn timeout(text: &str) -> Result<Duration, String> {
+    match humantime::parse_duration(text) {
+        Ok(time) if !time.is_zero() && time <= Duration::from_secs(24 * 3600) => Ok(time),
+        Ok(_) => Err("must be above 0s and at most 24h".to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// A failure with its exit code.
