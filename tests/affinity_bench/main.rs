@@ -564,7 +564,7 @@ async fn all_faulty_options_are_named_at_once_and_nothing_is_sent() {
     })
     .await;
     for option in [
-        "--control-plane",
+        "--control-plane (BERTH_CONTROL_PLANE)",
         "--model",
         "--replicas",
         "--trajectories",

@@ -99,26 +99,35 @@ fn what_makes_no_sense_is_refused() {
     let bad = dir.path().join("bad.txt");
     std::fs::write(&bad, "0 10 5 0 0\n0 20 five 10 0\n").unwrap();
     let bad = bad.to_str().unwrap();
-    for (args, message) in [
+    for (args, code, message) in [
         (
             &["--trace", bad][..],
+            1,
             "line 2, field `out`: \"five\" is no whole number",
         ),
-        (&["--trace", "nowhere.txt"], "cannot open the trace"),
+        (
+            &["--trace", "nowhere.txt"],
+            1,
+            "--trace: cannot open nowhere.txt",
+        ),
         (
             &["--workload", "ablation", "--event", "1s die 8"],
+            2,
             "replicas are numbered 0 to 7",
         ),
         (
             &["--workload", "ablation", "--policies", "hash,hash"],
-            "policy hash is there twice",
+            2,
+            "--policies: hash is there twice",
         ),
         (
             &["--workload", "ablation", "--kv-tokens", "5000"],
+            2,
             "KV cache holds 5000",
         ),
         (
             &["--workload", "ablation", "--replicas", "0"],
+            2,
             "1 to 4096 replicas",
         ),
         (
@@ -130,12 +139,13 @@ fn what_makes_no_sense_is_refused() {
                 "--event",
                 "1s die 0",
             ],
+            1,
             "no event changes that",
         ),
     ] {
         let output = berth(args).output().unwrap();
-        assert!(!output.status.success(), "{args:?}");
         let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {error}");
         assert!(error.contains(message), "{args:?}: {error}");
     }
 }
