@@ -74,6 +74,11 @@ impl Config {
                 "max-replicas-per-principal",
                 Some(plain(fleet.max_replicas_per_principal)),
             ),
+            ("max-ranks", Some(plain(fleet.max_ranks))),
+            (
+                "max-ranks-per-principal",
+                Some(plain(fleet.max_ranks_per_principal)),
+            ),
             ("drain-grace", Some(time(fleet.drain_grace))),
             ("load-factor", Some(number(router.load_factor))),
             ("pin-ttl", Some(time(router.pin_ttl))),

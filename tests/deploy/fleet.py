@@ -99,7 +99,9 @@ def check_configuration(berth, temp, tls):
     token(berth, tls, "operator", "admin")
     text = uncommented((SYSTEMD / "berth.toml").read_text(), r"[a-z-]+ = ")
     check("tls-key" in text and "engine-networks" in text, "berth.toml offers no TLS")
-    (temp / "check.toml").write_text(text.replace("/etc/berth/", f"{tls}/"))
+    # The folder of the audit log must be there: systemd makes it.
+    text = text.replace("/etc/berth/", f"{tls}/").replace("/var/log/berth/", f"{temp}/")
+    (temp / "check.toml").write_text(text)
     run(berth, "serve", "--check-config", "--config", temp / "check.toml", env=environment())
 
 

@@ -55,7 +55,7 @@ def check_units(berth, temp):
     stop = seconds(sidecar["TimeoutStopSec"][0])
     check(stop >= seconds(drain) + AFTER_DRAIN, "berth-sidecar@.service stops too soon")
     said = run(berth, "serve", "--check-config", env=environment())
-    connections = int(re.search(r"connections: Connections \{\s*all: (\d+)", said).group(1))
+    connections = int(re.search(r"^max-connections = (\d+)$", said, re.M).group(1))
     check(int(service["LimitNOFILE"][0]) > connections + 1024, "berth.service: LimitNOFILE")
     if not have("systemd-analyze", "Debian's package systemd"):
         return
