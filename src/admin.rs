@@ -9,21 +9,24 @@
 //! Ready does not depend on replicas: they register through the same port, and
 //! could not if none but ready servers were sent calls.
 
-use std::{net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+use std::{convert::Infallible, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use axum::{
-    Router,
+    Extension, Router,
     extract::State,
     http::{HeaderMap, StatusCode, header},
     middleware,
     response::{IntoResponse, Response},
     routing::get,
 };
+use bytes::Bytes;
+use futures_util::stream;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::registry::Registry;
 use tokio::{
     net::{TcpListener, TcpStream},
+    sync::Semaphore,
     task::JoinSet,
     time::timeout,
 };
@@ -47,7 +50,17 @@ pub struct Page {
     registry: Arc<Registry>,
     store: Arc<dyn Store>,
     drain: CancellationToken,
+    /// Free to be made and sent.
+    pages: Arc<Semaphore>,
 }
+
+/// Pages of metrics that are made and sent at once: of a large fleet each is some
+/// megabytes, until it is taken.
+const PAGES: usize = 4;
+/// Within so long a page is taken, or its connection is cut.
+const TAKEN_WITHIN: Duration = Duration::from_secs(30);
+/// Bytes of a page that are handed to a connection at once.
+const PIECE: usize = 64 << 10;
 
 impl Page {
     /// Not ready from `drain` on.
@@ -56,9 +69,14 @@ impl Page {
             registry: Arc::new(registry),
             store,
             drain,
+            pages: Arc::new(Semaphore::new(PAGES)),
         }
     }
 }
+
+/// Ends the connection of a request.
+#[derive(Clone)]
+struct Cut(CancellationToken);
 
 /// A connection is made anew after so long, so none that is not read from, or never
 /// ends its requests, stays.
@@ -120,8 +138,11 @@ async fn connection(
     app: Router,
     limits: AdminLimits,
 ) -> Result<(), hyper::Error> {
+    let cut = CancellationToken::new();
+    let to_cut = cut.clone();
     let service = service_fn(move |mut request: http::Request<Incoming>| {
         request.extensions_mut().insert(Peer(peer));
+        request.extensions_mut().insert(Cut(to_cut.clone()));
         app.clone().oneshot(request.map(axum::body::Body::new))
     });
     let most = usize::try_from(limits.header_bytes).unwrap_or(usize::MAX);
@@ -131,8 +152,11 @@ async fn connection(
         .max_buf_size(most.max(LEAST_BUFFER))
         .serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
-    if let Ok(ended) = timeout(AGE, connection.as_mut()).await {
-        return ended;
+    tokio::select! {
+        ended = timeout(AGE, connection.as_mut()) => if let Ok(ended) = ended {
+            return ended;
+        },
+        () = cut.cancelled() => return Ok(()),
     }
     connection.as_mut().graceful_shutdown();
     timeout(CLOSING, connection).await.unwrap_or(Ok(()))
@@ -156,13 +180,93 @@ async fn ready(State(page): State<Page>) -> (StatusCode, &'static str) {
     }
 }
 
-async fn metrics(State(page): State<Page>, headers: HeaderMap) -> Response {
+async fn metrics(
+    State(page): State<Page>,
+    cut: Option<Extension<Cut>>,
+    headers: HeaderMap,
+) -> Response {
+    let Ok(place) = Arc::clone(&page.pages).try_acquire_owned() else {
+        let why = format!("{PAGES} pages of metrics are being sent: ask again\n");
+        return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
+    };
     let accept = headers.get(header::ACCEPT).and_then(|a| a.to_str().ok());
-    match text::page(&page.registry, accept) {
-        Ok((kind, text)) => ([(header::CONTENT_TYPE, kind)], text).into_response(),
-        Err(_) => {
-            tracing::error!("the metrics cannot be written");
-            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+    let Ok((kind, text)) = text::page(&page.registry, accept) else {
+        tracing::error!("the metrics cannot be written");
+        return StatusCode::INTERNAL_SERVER_ERROR.into_response();
+    };
+    let taken = CancellationToken::new();
+    let until = taken.clone();
+    tokio::spawn(async move {
+        if timeout(TAKEN_WITHIN, until.cancelled()).await.is_err()
+            && let Some(Extension(Cut(cut))) = cut
+        {
+            cut.cancel();
         }
+    });
+    let length = text.len();
+    // Both are given back when the last piece is taken, or the connection is gone.
+    let left = (Bytes::from(text), place, taken.drop_guard());
+    let pieces = stream::unfold(left, |(mut left, place, taken)| async move {
+        if left.is_empty() {
+            return None;
+        }
+        let piece = left.split_to(left.len().min(PIECE));
+        Some((Ok::<_, Infallible>(piece), (left, place, taken)))
+    });
+    let head = [
+        (header::CONTENT_TYPE, kind.to_owned()),
+        (header::CONTENT_LENGTH, length.to_string()),
+    ];
+    (head, axum::body::Body::from_stream(pieces)).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt as _;
+    use prometheus_client::metrics::{counter::Counter, family::Family};
+
+    use super::*;
+    use crate::store::memory::MemoryStore;
+
+    fn page() -> Page {
+        let mut registry = Registry::default();
+        let family = Family::<Vec<(String, String)>, Counter>::default();
+        for n in 0..20_000 {
+            let label = vec![("n".to_owned(), n.to_string())];
+            family.get_or_create(&label).inc();
+        }
+        registry.register("some", "Many", family);
+        let store = Arc::new(MemoryStore::default());
+        Page::new(registry, store, CancellationToken::new())
+    }
+
+    async fn ask(page: &Page, cut: &CancellationToken) -> Response {
+        let cut = Some(Extension(Cut(cut.clone())));
+        metrics(State(page.clone()), cut, HeaderMap::new()).await
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pages_that_nobody_takes_are_few_and_are_cut() {
+        let page = page();
+        let cuts: Vec<CancellationToken> = (0..=PAGES).map(|_| CancellationToken::new()).collect();
+        let mut asked = Vec::new();
+        for cut in &cuts {
+            asked.push(ask(&page, cut).await);
+        }
+        let refused = asked.pop().unwrap();
+        assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
+        // One that is taken gives its place to the next.
+        let taken = asked.remove(0);
+        let length = taken.headers()[header::CONTENT_LENGTH].clone();
+        let text = taken.into_body().collect().await.unwrap().to_bytes();
+        assert!(text.len() > 2 * PIECE, "{}", text.len());
+        assert_eq!(length, text.len().to_string());
+        assert!(text.ends_with(b"\n"));
+        let next = ask(&page, &cuts[PAGES]).await;
+        assert_eq!(next.status(), StatusCode::OK);
+        drop(next);
+        tokio::time::sleep(TAKEN_WITHIN + Duration::from_secs(1)).await;
+        let cut: Vec<bool> = cuts.iter().map(CancellationToken::is_cancelled).collect();
+        assert_eq!(cut, [false, true, true, true, false]);
     }
 }

@@ -2,10 +2,12 @@
 //! a file that only its owner reads, or to the log as target `audit`. It holds
 //! names and reasons, and never a token, a key, a prompt or a completion.
 //!
-//! Who has no credentials can have lines written by being refused: of those, so
-//! many a minute are written, and of the others their number.
+//! Callers have lines written. Of what one principal does, and of what it is refused,
+//! so many a minute are written and of the others their number; all who have shown no
+//! credentials that are known share one part. What operators do is always written.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File, OpenOptions},
     io::{self, Write as _},
     net::SocketAddr,
@@ -20,8 +22,11 @@ use tokio::time::Instant;
 
 use crate::auth::Roles;
 
-/// Lines about refused strangers in one minute at most.
-const STRANGERS: u32 = 600;
+/// Lines in one minute at most of one principal's refusals.
+const REFUSED: u32 = 600;
+/// Likewise of what it did: all sidecars of a fleet may be one principal, and register
+/// at once.
+const DONE: u32 = 6000;
 const WINDOW: Duration = Duration::from_secs(60);
 /// Of an object's name that a caller chose, in characters.
 const MAX_OBJECT: usize = 256;
@@ -41,10 +46,33 @@ struct Inner {
 #[derive(Debug, Default)]
 struct State {
     file: Option<File>,
-    window: Option<Instant>,
-    strangers: u32,
+    /// By principal, of this minute. As many as there are credentials, and one.
+    parts: BTreeMap<Option<String>, Part>,
     /// The file could not be written to: said once.
     failed: bool,
+}
+
+/// What of one principal came in one minute.
+#[derive(Debug)]
+struct Part {
+    begun: Instant,
+    refused: u32,
+    done: u32,
+}
+
+impl Part {
+    /// What was left out.
+    fn untold(&self) -> Option<String> {
+        let refused = self.refused.saturating_sub(REFUSED);
+        let done = self.done.saturating_sub(DONE);
+        match (refused, done) {
+            (0, 0) => None,
+            (_, 0) => Some(format!("{refused} more were refused in one minute")),
+            _ => Some(format!(
+                "{refused} more were refused and {done} more done in one minute"
+            )),
+        }
+    }
 }
 
 /// One line.
@@ -143,34 +171,54 @@ impl Audit {
         self.put(&mut self.lock(), entry);
     }
 
-    /// Writes a line about somebody who has shown no credentials that are known,
-    /// unless there are too many of them.
-    pub fn write_stranger(&self, entry: &Entry<'_>) {
+    /// Writes a line that a caller causes, unless there are too many of its principal.
+    pub fn write_bounded(&self, entry: &Entry<'_>) {
+        self.tell_untold(false);
         let mut state = self.lock();
+        let of = entry.principal.map(str::to_owned);
+        let part = state.parts.entry(of).or_insert_with(|| Part {
+            begun: Instant::now(),
+            refused: 0,
+            done: 0,
+        });
+        let (count, most) = match entry.outcome {
+            "OK" => (&mut part.done, DONE),
+            _ => (&mut part.refused, REFUSED),
+        };
+        *count = count.saturating_add(1);
+        if *count <= most {
+            self.put(&mut state, entry);
+        }
+    }
+
+    /// Writes how many lines were left out, of each principal whose minute is over; at
+    /// the end of all.
+    pub fn tell_untold(&self, end: bool) {
         let now = Instant::now();
-        let begun = *state.window.get_or_insert(now);
-        if now.duration_since(begun) >= WINDOW {
-            let untold = state.strangers.saturating_sub(STRANGERS);
-            state.window = Some(now);
-            state.strangers = 0;
-            if untold > 0 {
-                let detail = format!("{untold} more were refused before, in one minute");
-                let more = Entry {
-                    event: "refused",
-                    principal: None,
+        let mut state = self.lock();
+        let over = |part: &Part| end || now.duration_since(part.begun) >= WINDOW;
+        if !state.parts.values().any(over) {
+            return;
+        }
+        let (told, kept) = std::mem::take(&mut state.parts)
+            .into_iter()
+            .partition(|(_, part)| over(part));
+        state.parts = kept;
+        let told: BTreeMap<Option<String>, Part> = told;
+        for (principal, part) in told {
+            if let Some(detail) = part.untold() {
+                let left_out = Entry {
+                    event: "left-out",
+                    principal: principal.as_deref(),
                     tenant: None,
                     roles: None,
                     peer: None,
                     object: None,
-                    outcome: entry.outcome,
+                    outcome: "OK",
                     detail: Some(&detail),
                 };
-                self.put(&mut state, &more);
+                self.put(&mut state, &left_out);
             }
-        }
-        state.strangers = state.strangers.saturating_add(1);
-        if state.strangers <= STRANGERS {
-            self.put(&mut state, entry);
         }
     }
 
@@ -282,27 +330,69 @@ mod tests {
         assert_eq!((lines(&old).len(), lines(&path).len()), (1, 1));
     }
 
+    fn stranger<'a>(object: &'a str) -> Entry<'a> {
+        Entry {
+            principal: None,
+            outcome: "NO_CREDENTIALS",
+            ..entry("refused", object)
+        }
+    }
+
     #[tokio::test(start_paused = true)]
-    async fn strangers_cannot_fill_the_disk() {
+    async fn callers_cannot_fill_the_disk() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a");
         let audit = Audit::open(Some(&path)).unwrap();
         for _ in 0..5000 {
-            audit.write_stranger(&entry("refused", &"x".repeat(10_000)));
+            audit.write_bounded(&stranger(&"x".repeat(10_000)));
         }
-        // Others are still heard.
+        // Those that are known are still heard, each up to a bound of its own.
         let faults = "fault; ".repeat(20_000);
-        audit.write(&Entry {
+        let faulty = Entry {
+            outcome: "INVALID_REQUEST",
             detail: Some(&faults),
             ..entry("register", "r")
-        });
-        assert_eq!(lines(&path).len(), STRANGERS as usize + 1);
+        };
+        audit.write_bounded(&faulty);
+        assert_eq!(lines(&path).len(), REFUSED as usize + 1);
         assert!(std::fs::metadata(&path).unwrap().len() < 400 * 1024);
+        for _ in 0..999 {
+            audit.write_bounded(&faulty);
+        }
+        for _ in 0..7000 {
+            audit.write_bounded(&entry("deregister", "r"));
+        }
+        audit.write(&entry("drain", "r"));
+        let before = 2 * REFUSED as usize + DONE as usize + 1;
+        assert_eq!(lines(&path).len(), before);
+
+        // Nobody has to come again for the rest to be told.
+        audit.tell_untold(false);
+        assert_eq!(lines(&path).len(), before);
         tokio::time::advance(WINDOW).await;
-        audit.write_stranger(&entry("refused", "x"));
+        audit.tell_untold(false);
+        let told = &lines(&path)[before..];
+        let detail = |n: usize| told[n]["detail"].as_str().unwrap();
+        assert_eq!(told.len(), 2);
+        assert!(told[0].get("principal").is_none());
+        assert!(detail(0).starts_with("4400 more were refused"), "{told:?}");
+        assert_eq!(told[1]["principal"], "ops");
+        assert!(detail(1).starts_with("400 more were refused and 1000 more done"));
+        audit.write_bounded(&stranger("x"));
+        assert_eq!(lines(&path).len(), before + 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_was_left_out_is_told_at_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        let audit = Audit::open(Some(&path)).unwrap();
+        for _ in 0..900 {
+            audit.write_bounded(&stranger("x"));
+        }
+        audit.tell_untold(true);
         let told = lines(&path);
-        assert_eq!(told.len(), STRANGERS as usize + 3);
-        let more = told[STRANGERS as usize + 1]["detail"].as_str().unwrap();
-        assert!(more.starts_with("4400 more"), "{more}");
+        let last = told.last().unwrap();
+        assert_eq!((told.len(), &last["event"]), (601, &"left-out".into()));
     }
 }

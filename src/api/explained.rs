@@ -109,7 +109,10 @@ fn explain(headers: &mut HeaderMap, what: &str, bound: &str) {
         // tonic says how large it is, and the limit.
         Code::OutOfRange => Error::new(
             Reason::MessageTooLarge,
-            format!("{what} is too large: {said} ({bound})"),
+            format!(
+                "{what} is too large: {} ({bound})",
+                said.strip_prefix("Error, ").unwrap_or(said)
+            ),
         ),
         // Of a message that is none, or not the one of this method.
         Code::Internal => Error::new(

@@ -7,9 +7,9 @@ mod beat;
 use std::{collections::BTreeSet, net::SocketAddr, num::NonZeroU32, sync::Arc};
 
 use self::address::address;
-#[cfg(any(test, feature = "fuzzing"))]
-pub(super) use self::address::base_url;
 pub(super) use self::{address::reachable, beat::beat};
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) use crate::engine::url::base_url;
 use crate::{
     call::LogprobMode,
     error::{Error, Reason, Violation},
@@ -252,7 +252,7 @@ fn ranks(ranks: &[proto::Rank], url: Option<&Arc<str>>, faults: &mut Faults) -> 
                     "may list 64 at most, each of 128 bytes at most and without control character",
                 );
             }
-            let own = match rank.endpoint.as_deref().map(address::base_url) {
+            let own = match rank.endpoint.as_deref().map(crate::engine::url::base_url) {
                 Some(Err(what)) => {
                     faults.add(format!("ranks[{i}].endpoint"), what);
                     None

@@ -35,6 +35,7 @@ use super::{
     tls,
     token::Token,
 };
+use crate::engine::url::is_port;
 
 /// How often a token's file is read again, while calls are made.
 const FRESH: Duration = Duration::from_secs(1);
@@ -191,31 +192,32 @@ fn of_file<T>(
 /// An endpoint of this URL.
 fn endpoint(url: &str) -> Result<Endpoint, String> {
     const FORM: &str = "http://host:port, or https://host:port where it speaks TLS";
-    // Not shown: there may be a password in it.
-    if url.contains('@') {
+    let (_, behind) = url.split_once("://").unwrap_or(("", url));
+    // Not shown: there may be a password or a token in it.
+    if behind.trim_end_matches('/').contains(['@', '/', '?', '#']) {
         return Err(format!(
-            "the URL of the control plane must be {FORM}, without user, path or query: \
-             credentials go in a file"
+            "the URL of the control plane must be {FORM}, without user, path, query or \
+             fragment: credentials go in a file, and gRPC has paths of its own"
         ));
     }
     let is_one = |url: &str| {
         let uri: Option<Uri> = url.parse().ok();
         let web = |uri: &Uri| matches!(uri.scheme_str(), Some("http" | "https"));
-        uri.filter(|uri| web(uri) && uri.host().is_some_and(|host| !host.is_empty()))
+        let place = |uri: &Uri| {
+            let authority = uri.authority()?;
+            let host = Some(authority.host()).filter(|host| !host.is_empty())?;
+            // A port that is none would be left out, and another be called.
+            is_port(authority.as_str().strip_prefix(host)).then_some(())
+        };
+        uri.is_some_and(|uri| web(&uri) && place(&uri).is_some())
     };
-    let Some(uri) = is_one(url) else {
+    if !is_one(url) {
         let with = format!("http://{url}");
-        return Err(if !url.contains("://") && is_one(&with).is_some() {
+        return Err(if !url.contains("://") && is_one(&with) {
             format!("{url:?} has no scheme: write {with}, or https://{url} where it speaks TLS")
         } else {
             format!("{url:?} is no address of a control plane: write {FORM}")
         });
-    };
-    if uri.path().len() > 1 || uri.query().is_some() {
-        return Err(format!(
-            "{url:?}: the URL of the control plane must be {FORM}, without user, path or query: \
-             gRPC has paths of its own"
-        ));
     }
     Endpoint::from_shared(url.to_owned())
         .map_err(|_| format!("{url:?} is no address of a control plane: write {FORM}"))
@@ -406,18 +408,21 @@ mod tests {
             ("http://", "write http://host:port"),
             ("nonsense x", "write http://host:port"),
             ("", "write http://host:port"),
+            ("http://127.0.0.1:99999", "write http://host:port"),
         ] {
             let fault = fault(Access::default(), url);
             assert!(fault.contains(say), "{fault}");
         }
         for dropped in [
             "http://127.0.0.1:7700/berth",
-            "http://127.0.0.1:7700?x",
+            "http://127.0.0.1:7700?secret",
+            "https://127.0.0.1:7700/secret/",
+            "http://127.0.0.1:7700/#secret",
             "http://user:secret@127.0.0.1:7700",
             "user:secret@127.0.0.1:7700",
         ] {
             let fault = fault(Access::default(), dropped);
-            assert!(fault.contains("without user, path or query"), "{fault}");
+            assert!(fault.contains("without user, path, query"), "{fault}");
             assert!(!fault.contains("secret"), "{fault}");
         }
         assert_eq!(wire(Access::default(), "http://127.0.0.1:7700/"), Ok(()));

@@ -207,7 +207,7 @@ impl Gate {
     ) -> Result<Caller, Error> {
         let peer = extensions.get::<Peer>().map(|peer| peer.0);
         let tell = |error: Error| {
-            self.audit.write_stranger(&Entry {
+            self.audit.write_bounded(&Entry {
                 event: "refused",
                 principal: None,
                 tenant: None,
@@ -248,7 +248,7 @@ impl Gate {
                 ),
             );
             self.audit
-                .write_stranger(&caller.entry("refused", path, Some(&error)));
+                .write_bounded(&caller.entry("refused", path, Some(&error)));
             return Err(error);
         }
         Ok(caller)

@@ -56,7 +56,10 @@ pub(super) async fn keep(gate: Arc<Gate>, tls: Option<Arc<ServerTls>>, stop: Can
             }
         };
         let hung_up = tokio::select! {
-            () = stop.cancelled() => return,
+            () = stop.cancelled() => {
+                gate.audit().tell_untold(true);
+                return;
+            }
             () = tokio::time::sleep(EVERY) => false,
             told = told => told,
         };
@@ -71,6 +74,7 @@ fn look(gate: &Gate, tls: Option<&ServerTls>, hung_up: bool) {
     if hung_up && let Err(error) = gate.audit().reopen() {
         error!(%error, "the audit log cannot be opened again");
     }
+    gate.audit().tell_untold(false);
     if let Some((path, outcome)) = gate.reload() {
         tell(gate, "credentials-reloaded", path, &outcome);
     }

@@ -37,7 +37,16 @@ pub fn read(path: &Path) -> Result<(Options, Found), String> {
     let option = "--config (BERTH_CONFIG)";
     let text = std::fs::read_to_string(path)
         .map_err(|error| format!("{option}: cannot read {}: {error}", path.display()))?;
-    parse(&text).map_err(|error| format!("{option}: {}: {error}", path.display()))
+    parse(&text).map_err(|error| {
+        // Not as it shows itself, which is with the line: it may be another file, and hold
+        // a token.
+        let before = error.span().and_then(|span| text.get(..span.start));
+        let line = before.map_or(String::new(), |before| {
+            format!("line {}: ", before.matches('\n').count() + 1)
+        });
+        let what = error.message();
+        format!("{option}: {}: is no TOML: {line}{what}", path.display())
+    })
 }
 
 /// As [`read`], of its text.

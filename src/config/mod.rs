@@ -336,8 +336,16 @@ fn tls(options: &Options, faults: &mut Vec<String>) -> Option<TlsConfig> {
     let (cert, key) = match (options.tls_cert.clone(), options.tls_key.clone()) {
         (Some(cert), Some(key)) => (cert, key),
         (None, None) => {
-            if options.tls_client_ca.is_some() {
-                faults.push("tls-client-ca: needs tls-cert and tls-key".to_owned());
+            for (option, given) in [
+                ("tls-client-ca", options.tls_client_ca.is_some()),
+                (
+                    "tls-require-client-cert",
+                    options.tls_require_client_cert == Some(true),
+                ),
+            ] {
+                if given {
+                    faults.push(format!("{option}: needs tls-cert and tls-key"));
+                }
             }
             return None;
         }

@@ -156,7 +156,7 @@ pub struct Options {
     #[serde(default, deserialize_with = "time_option")]
     pub move_margin: Option<Duration>,
 
-    /// Longer trajectories never move, in tokens. [default: 8192]
+    /// Longer trajectories never move, in tokens. [default: 16384]
     #[arg(long, env = "BERTH_MOVE_MAX_CONTEXT", value_name = "N")]
     pub move_max_context: Option<u32>,
 
@@ -189,7 +189,7 @@ pub struct Options {
     #[arg(long, env = "BERTH_MAX_IN_FLIGHT", value_name = "N")]
     pub max_in_flight: Option<u64>,
 
-    /// Of one tenant. [default: 8192]
+    /// Of one tenant. [default: 16384]
     #[arg(long, env = "BERTH_TENANT_MAX_IN_FLIGHT", value_name = "N")]
     pub tenant_max_in_flight: Option<u64>,
 
@@ -236,7 +236,7 @@ pub struct Options {
     #[serde(default, deserialize_with = "time_option")]
     pub body_timeout: Option<Duration>,
 
-    /// Bytes of one request's headers, 32 for each included, on both ports. [default: 8192]
+    /// Bytes of one request's headers, 32 for each included, on both ports. [default: 16384]
     #[arg(long, env = "BERTH_MAX_HEADER_BYTES", value_name = "N")]
     pub max_header_bytes: Option<u32>,
 

@@ -222,3 +222,65 @@ fn tls_needs_all_its_files() {
         assert!(resolve(wrong).is_err(), "{wrong}");
     }
 }
+
+/// What `--help` says of defaults, against what they are.
+#[test]
+fn the_help_knows_the_defaults() {
+    let shown: toml::Table = toml::from_str(&Config::default().shown()).unwrap();
+    let all = <Options as clap::Args>::augment_args(clap::Command::new("serve"));
+    let mut checked = 0;
+    for arg in all.get_arguments() {
+        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        let option = arg.get_long().unwrap_or_default();
+        let said = help
+            .split_once("[default: ")
+            .and_then(|(_, rest)| rest.split(']').next());
+        let (Some(said), Some(is)) = (said, shown.get(option)) else {
+            continue;
+        };
+        let time = |text: &str| humantime::parse_duration(text).ok();
+        let same = match is {
+            toml::Value::Integer(n) => said.parse() == Ok(*n),
+            toml::Value::Float(f) => said.parse() == Ok(*f),
+            toml::Value::String(text) => text == said || time(text) == time(said),
+            other => other.to_string() == said,
+        };
+        // Some are told in words.
+        if said.bytes().next().is_some_and(|b| b.is_ascii_digit()) && !said.contains(' ') {
+            assert!(same, "{option}: the help says {said}, it is {is}");
+            checked += 1;
+        }
+    }
+    assert!(checked > 40, "{checked}");
+}
+
+/// Whatever file it was given by mistake: what is in it stays there.
+#[test]
+fn a_file_that_is_no_toml_is_not_shown() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("token");
+    for text in [
+        "berth_S3CRET\n",
+        "max-pins = 3\ncredentials = \"S3CRET\n",
+        "= S3CRET",
+        "listen = S3CRET",
+    ] {
+        std::fs::write(&path, text).unwrap();
+        let fault = file::read(&path).unwrap_err();
+        assert!(!fault.contains("S3CRET"), "{fault}");
+        assert!(
+            fault.contains("--config") && fault.contains("line "),
+            "{fault}"
+        );
+    }
+}
+
+#[test]
+fn client_certificates_need_tls() {
+    let options: Options = toml::from_str("tls-require-client-cert = true").unwrap();
+    let error = Config::resolve(options).unwrap_err().to_string();
+    assert!(
+        error.contains("tls-require-client-cert: needs tls-cert"),
+        "{error}"
+    );
+}

@@ -15,6 +15,7 @@ mod refusal;
 pub mod sglang;
 pub mod sim;
 pub mod sse;
+pub mod url;
 pub mod vllm;
 
 use std::{sync::Arc, time::Duration};

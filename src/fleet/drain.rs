@@ -342,10 +342,8 @@ impl Fleet {
                 .adapters
                 .iter()
                 .filter(|adapter| {
-                    !staying().any(|rank| {
-                        let theirs = &rank.replica.facts.adapters;
-                        theirs.iter().any(|other| other.name == adapter.name)
-                    })
+                    let name = &adapter.name;
+                    !staying().any(|rank| rank.replica.facts.adapter(name).is_some())
                 })
                 .map(|adapter| format!("adapter {:?}", adapter.name))
                 .take(8)

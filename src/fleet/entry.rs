@@ -65,11 +65,12 @@ pub(super) struct Hanging {
 
 impl Entry {
     pub(super) fn new(
-        facts: ReplicaFacts,
+        mut facts: ReplicaFacts,
         incarnation: Incarnation,
         slots: Vec<Slot>,
         now: Instant,
     ) -> Self {
+        facts.sort_adapters();
         let weights = facts
             .ranks
             .iter()
@@ -177,7 +178,8 @@ impl Entry {
         self.set_facts(facts);
     }
 
-    fn set_facts(&mut self, facts: ReplicaFacts) {
+    fn set_facts(&mut self, mut facts: ReplicaFacts) {
+        facts.sort_adapters();
         self.replica = Arc::new(ReplicaView {
             facts,
             incarnation: self.incarnation,
@@ -200,12 +202,15 @@ impl Entry {
     /// that is news.
     pub(super) fn adapter_used(&mut self, name: &str) -> bool {
         // Every answer comes by here, and nearly none is news.
-        let known = self.facts().adapters.iter();
-        let Some(at) = known.clone().position(|a| *a.name == *name && !a.resident) else {
+        if self
+            .facts()
+            .adapter(name)
+            .is_none_or(|known| known.resident)
+        {
             return false;
-        };
+        }
         let mut adapters = self.facts().adapters.clone();
-        if let Some(known) = adapters.get_mut(at) {
+        for known in adapters.iter_mut().filter(|a| *a.name == *name) {
             known.resident = true;
         }
         self.take_adapters(adapters)

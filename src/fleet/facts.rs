@@ -51,6 +51,20 @@ pub struct ReplicaFacts {
     pub engine_start: Option<String>,
 }
 
+impl ReplicaFacts {
+    /// What is known of this adapter, where there is one of that name. Every request
+    /// that names one asks this of every rank.
+    pub fn adapter(&self, name: &str) -> Option<&AdapterFacts> {
+        let at = self.adapters.binary_search_by(|a| (*a.name).cmp(name));
+        at.ok().and_then(|at| self.adapters.get(at))
+    }
+
+    /// Puts them in the order in which they are looked up.
+    pub(super) fn sort_adapters(&mut self) {
+        self.adapters.sort_by(|a, b| a.name.cmp(&b.name));
+    }
+}
+
 /// Which HTTP API an engine speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum EngineKind {

@@ -42,6 +42,8 @@ impl Fleet {
         mut facts: ReplicaFacts,
         principal: Option<Arc<str>>,
     ) -> Result<Registered, Error> {
+        // As they are kept, so that the same ones in another order are no news.
+        facts.sort_adapters();
         // Before the store keeps anything: a stranger must not fill it.
         {
             let state = self.lock();

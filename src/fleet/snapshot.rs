@@ -224,9 +224,7 @@ pub struct RankView {
 impl RankView {
     /// Its facts of this adapter, where it can serve it.
     fn adapter(&self, name: Option<&str>) -> Option<&AdapterFacts> {
-        let name = name?;
-        let adapters = &self.replica.facts.adapters;
-        adapters.iter().find(|a| *a.name == *name)
+        self.replica.facts.adapter(name?)
     }
 
     /// It has this adapter in memory.

@@ -82,7 +82,7 @@ impl Handshakes {
     /// As the refusal of a call without credentials that count: of a flood of both
     /// together, so many lines.
     fn refused(&self, peer: SocketAddr, reason: Reason, detail: &str) {
-        self.audit.write_stranger(&Entry {
+        self.audit.write_bounded(&Entry {
             event: "refused",
             principal: None,
             tenant: None,

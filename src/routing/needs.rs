@@ -118,7 +118,7 @@ impl Needs {
         let context = (self.context > facts.context_length).then_some(Lack::Context {
             has: facts.context_length,
         });
-        let served = |adapter: &Arc<str>| facts.adapters.iter().any(|a| a.name == *adapter);
+        let served = |adapter: &Arc<str>| facts.adapter(adapter).is_some();
         let adapter = self.adapter.as_ref().filter(|adapter| !served(adapter));
         let has = &facts.capabilities;
         let vllm = facts.engine == EngineKind::Vllm;

@@ -11,6 +11,8 @@ use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
+use crate::engine::url::base_url;
+
 /// Bytes of one answer at most. `/server_info` of 1,024 ranks repeats its
 /// arguments per rank, some 18 KiB each.
 const MAX_BODY: usize = 32 * 1024 * 1024;
@@ -54,21 +56,15 @@ impl Link {
     /// # Errors
     /// What is wrong with the URL.
     pub fn new(url: &str) -> Result<Self, String> {
-        let uri: Uri = url.parse().map_err(|e| format!("{url:?}: {e}"))?;
-        let with = format!("http://{url}");
-        if uri.scheme().is_none() && with.parse::<Uri>().is_ok() {
-            return Err(format!("{url:?} has no scheme: write {with}"));
-        }
-        if uri.scheme_str() != Some("http") {
-            return Err(format!("{url}: only http URLs are served"));
-        }
-        if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
-            return Err(format!("{url}: a URL without path is needed"));
-        }
-        let authority = uri
-            .authority()
-            .ok_or_else(|| format!("{url}: no host"))?
-            .clone();
+        // As the control plane takes them.
+        let uri: Uri = base_url(url)
+            .map_err(|what| match base_url(&format!("http://{url}")) {
+                Ok(with) => format!("{url:?} has no scheme: write {with}"),
+                Err(_) => what.to_owned(),
+            })?
+            .parse()
+            .map_err(|_| "is no URL")?;
+        let authority = uri.authority().ok_or("has no host")?.clone();
         Ok(Self {
             host: authority.host().trim_matches(['[', ']']).to_owned(),
             port: authority.port_u16().unwrap_or(80),
@@ -195,9 +191,20 @@ mod tests {
             "host:1",
             "http://host/v1",
             "http://host?x",
+            "http://host:99999",
             "",
         ] {
             assert!(Link::new(bad).is_err(), "{bad}");
+        }
+        let scheme = Link::new("host:1").unwrap_err();
+        assert!(scheme.contains("write http://host:1"), "{scheme}");
+        for with in [
+            "http://u:secret@host:1",
+            "u:secret@host:1",
+            "http://h/?secret",
+        ] {
+            let fault = Link::new(with).unwrap_err();
+            assert!(!fault.contains("secret"), "{fault}");
         }
         assert_eq!(Link::new("http://[::1]:3").unwrap().host, "::1");
     }

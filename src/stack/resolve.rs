@@ -319,7 +319,7 @@ fn capabilities(ranks: &[&RankView], needs: &Needs) -> Result<(), Error> {
     lacks.sort();
     lacks.dedup();
     if lacks == [Lack::Adapter] {
-        return Err(no_adapter(ranks));
+        return Err(no_adapter());
     }
     let mut told: Vec<String> = lacks
         .iter()
@@ -342,22 +342,13 @@ fn capabilities(ranks: &[&RankView], needs: &Needs) -> Result<(), Error> {
 const MOST_LACKS: usize = 16;
 
 /// Nobody can serve the adapter. The names of those that there are stay with
-/// operators: an adapter may be another caller's.
-fn no_adapter(ranks: &[&RankView]) -> Error {
-    let mut adapters: Vec<&str> = ranks
-        .iter()
-        .flat_map(|r| &r.replica.facts.adapters)
-        .map(|a| &*a.name)
-        .collect();
-    adapters.sort_unstable();
-    adapters.dedup();
+/// operators: an adapter may be another caller's. Nor are they counted: whoever asks for
+/// one that is not there would have all of them looked through.
+fn no_adapter() -> Error {
     Error::new(
         Reason::NotSupported,
-        format!(
-            "no replica of this model serves the adapter asked for; adapters served: {} \
-             (ListReplicas names them)",
-            adapters.len()
-        ),
+        "no replica of this model serves the adapter asked for (ListReplicas names those that \
+         are served)",
     )
 }
 

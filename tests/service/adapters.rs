@@ -69,7 +69,7 @@ async fn an_adapter_goes_where_it_is_and_nowhere_else() {
         Code::FailedPrecondition,
         "NOT_SUPPORTED",
     );
-    assert!(status.message().contains("served: 2"), "{status}");
+    assert!(status.message().contains("serves the adapter"), "{status}");
     cluster.stop().await;
 }
 
@@ -82,7 +82,7 @@ async fn what_is_loaded_and_unloaded_is_known_by_the_next_beat() {
         Code::FailedPrecondition,
         "NOT_SUPPORTED",
     );
-    assert!(status.message().contains("served: 0"), "{status}");
+    assert!(status.message().contains("serves the adapter"), "{status}");
     cluster.engine("r1").load_adapter("a", "/a/1");
     eventually("it is known", async || {
         load_id(&cluster, "r1", "a").is_some()

@@ -723,7 +723,7 @@ async fn nonsense_is_refused_with_all_its_faults() {
     let Err(SidecarError::Config(faults)) = Sidecar::new(config).map(|_| ()) else {
         panic!("it must be refused");
     };
-    for word in ["nowhere", "only http", "--replica-id", "--label"] {
+    for word in ["nowhere", "--engine-url", "--replica-id", "--label"] {
         assert!(faults.contains(word), "{word}: {faults}");
     }
 }
