@@ -143,7 +143,8 @@ fn trace(args: &Args) -> anyhow::Result<Trace> {
                 ("standard input".into(), Box::new(std::io::stdin().lock()))
             } else {
                 let file = File::open(path)
-                    .with_context(|| format!("--trace: cannot open {}", path.display()))?;
+                    .with_context(|| format!("--trace: cannot open {}", path.display()))
+                    .map_err(usage)?;
                 let name = path.file_name().unwrap_or(path.as_os_str());
                 (name.to_string_lossy(), Box::new(BufReader::new(file)))
             };

@@ -57,7 +57,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
             .create_new(true)
             .mode(0o600)
             .open(out)
-            .with_context(|| format!("--out: cannot make {}", out.display()))?;
+            .with_context(|| format!("--out: cannot make {}", out.display()))
+            .map_err(usage)?;
         writeln!(file, "{}", token.expose())?;
         file.sync_all()?;
     }
