@@ -37,10 +37,9 @@ mod tests {
 
     use super::*;
 
-    /// Things are freed in the order in which they were left: one that is left last
-    /// is freed only when all that was replaced before is.
-    #[test]
-    fn what_is_replaced_is_freed_as_fast_as_it_comes() {
+    /// Whether a thing is freed with the next small batch that is left behind all that a
+    /// great many writes replaced: things are freed in the order in which they were left.
+    fn all_is_freed_with_the_next_batch() -> bool {
         let dir = tempfile::tempdir().unwrap();
         let db = ::sled::Config::new().path(dir.path()).open().unwrap();
         let put = |round: u32, writes: u32| {
@@ -51,16 +50,23 @@ mod tests {
             }
             apply(&db, batch, writes as usize).unwrap();
         };
-        for round in 0..30 {
+        for round in 0..10 {
             put(round, 1000);
         }
         let freed = Arc::new(AtomicBool::new(false));
         let (last, guard) = (Arc::clone(&freed), crossbeam_epoch::pin());
         guard.defer(move || last.store(true, Ordering::Release));
         drop(guard);
-        for round in 0..10 {
-            put(1_000_000 + round, 1);
-        }
-        assert!(freed.load(Ordering::Acquire), "garbage is in front of it");
+        put(1_000_000, 1);
+        freed.load(Ordering::Acquire)
+    }
+
+    /// A thread that is stopped within an epoch, of sled's or of another test, holds all
+    /// up, so it is not always so: of ten times some eight, and without the sweeps none
+    /// in twenty-four.
+    #[test]
+    fn what_is_replaced_is_freed_as_fast_as_it_comes() {
+        let tries = (0..20).map(|_| all_is_freed_with_the_next_batch());
+        assert_eq!(tries.filter(|freed| *freed).take(3).count(), 3);
     }
 }
