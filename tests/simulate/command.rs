@@ -107,7 +107,7 @@ fn what_makes_no_sense_is_refused() {
         ),
         (
             &["--trace", "nowhere.txt"],
-            1,
+            2,
             "--trace: cannot open nowhere.txt",
         ),
         (
