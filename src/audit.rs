@@ -173,8 +173,8 @@ impl Audit {
 
     /// Writes a line that a caller causes, unless there are too many of its principal.
     pub fn write_bounded(&self, entry: &Entry<'_>) {
-        self.tell_untold(false);
         let mut state = self.lock();
+        self.tell(&mut state, false);
         let of = entry.principal.map(str::to_owned);
         let part = state.parts.entry(of).or_insert_with(|| Part {
             begun: Instant::now(),
@@ -194,31 +194,31 @@ impl Audit {
     /// Writes how many lines were left out, of each principal whose minute is over; at
     /// the end of all.
     pub fn tell_untold(&self, end: bool) {
+        self.tell(&mut self.lock(), end);
+    }
+
+    fn tell(&self, state: &mut State, end: bool) {
         let now = Instant::now();
-        let mut state = self.lock();
-        let over = |part: &Part| end || now.duration_since(part.begun) >= WINDOW;
-        if !state.parts.values().any(over) {
-            return;
-        }
-        let (told, kept) = std::mem::take(&mut state.parts)
-            .into_iter()
-            .partition(|(_, part)| over(part));
-        state.parts = kept;
-        let told: BTreeMap<Option<String>, Part> = told;
-        for (principal, part) in told {
-            if let Some(detail) = part.untold() {
-                let left_out = Entry {
-                    event: "left-out",
-                    principal: principal.as_deref(),
-                    tenant: None,
-                    roles: None,
-                    peer: None,
-                    object: None,
-                    outcome: "OK",
-                    detail: Some(&detail),
-                };
-                self.put(&mut state, &left_out);
+        let mut told = Vec::new();
+        state.parts.retain(|principal, part| {
+            let over = end || now.duration_since(part.begun) >= WINDOW;
+            if over {
+                told.extend(part.untold().map(|untold| (principal.clone(), untold)));
             }
+            !over
+        });
+        for (principal, detail) in told {
+            let left_out = Entry {
+                event: "left-out",
+                principal: principal.as_deref(),
+                tenant: None,
+                roles: None,
+                peer: None,
+                object: None,
+                outcome: "OK",
+                detail: Some(&detail),
+            };
+            self.put(state, &left_out);
         }
     }
 

@@ -62,10 +62,6 @@ pub(super) fn is_id(text: &str) -> bool {
             .all(|b| b.is_ascii_alphanumeric() || b"._:-".contains(&b))
 }
 
-pub(super) fn is_id_or_empty(text: &str) -> bool {
-    text.is_empty() || is_id(text)
-}
-
 /// A name that requests use: as in `SampleRequest`.
 fn is_name(text: &str) -> bool {
     !text.trim().is_empty() && text.chars().count() <= MAX_NAME && is_plain(text)

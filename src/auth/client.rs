@@ -83,6 +83,17 @@ pub enum NoWire {
     File(String),
 }
 
+impl NoWire {
+    /// All of them for people, the URL's by the option that gave it.
+    pub fn told(faults: Vec<Self>, option: &str) -> Vec<String> {
+        let told = |fault| match fault {
+            Self::Url(fault) => format!("{option}: {fault}"),
+            Self::File(fault) => fault,
+        };
+        faults.into_iter().map(told).collect()
+    }
+}
+
 impl Access {
     /// A channel to the control plane at `url`, as `set_up` wants it; nothing is
     /// connected yet.

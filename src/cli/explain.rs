@@ -18,6 +18,9 @@ use crate::{
 /// The most tokens that a prompt may be said to have.
 const MOST_TOKENS: u32 = 1 << 20;
 
+/// The candidates of a large fleet are more than what clients decode by default.
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
+
 /// Options.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -90,7 +93,7 @@ impl From<Policy> for RoutingPolicy {
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let operator = args.connection.clone().open()?;
     let mut client = SamplingServiceClient::new(operator.channel.clone())
-        .max_decoding_message_size(operator::MAX_RESPONSE_BYTES);
+        .max_decoding_message_size(MAX_RESPONSE_BYTES);
     let request = ExplainRouteRequest {
         request: Some(request(&args)),
     };

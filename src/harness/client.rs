@@ -37,11 +37,7 @@ const FLEET_TIMEOUT: Duration = Duration::from_secs(5);
 /// All that is wrong with the URL and the files, by their options.
 pub(super) fn wire(url: &str, access: &Access) -> Result<Wire, Vec<String>> {
     let wire = access.wire(url, |endpoint| endpoint.connect_timeout(CONNECT_TIMEOUT));
-    let option = |fault| match fault {
-        NoWire::Url(fault) => format!("--control-plane (BERTH_CONTROL_PLANE): {fault}"),
-        NoWire::File(fault) => fault,
-    };
-    wire.map_err(|faults| faults.into_iter().map(option).collect())
+    wire.map_err(|faults| NoWire::told(faults, "--control-plane (BERTH_CONTROL_PLANE)"))
 }
 
 /// Connections to one control plane.

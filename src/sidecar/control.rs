@@ -186,13 +186,7 @@ fn wire(url: &str, access: &Access, limit: Duration) -> Result<Wire, Vec<String>
             .keep_alive_timeout(Duration::from_secs(10))
             .tcp_nodelay(true)
     });
-    let option = |fault| match fault {
-        NoWire::Url(fault) => {
-            format!("--control-plane (BERTH_SIDECAR_CONTROL_PLANE): {fault}")
-        }
-        NoWire::File(fault) => fault,
-    };
-    wire.map_err(|faults| faults.into_iter().map(option).collect())
+    wire.map_err(|faults| NoWire::told(faults, "--control-plane (BERTH_SIDECAR_CONTROL_PLANE)"))
 }
 
 /// Nothing came within this.

@@ -38,7 +38,7 @@ UNIT
 cat >"$root/etc/systemd/system/try.service" <<'UNIT'
 [Service]
 Type=oneshot
-ExecStart=/root/try
+ExecStart=/srv/try
 ExecStopPost=/bin/systemctl --force --force poweroff
 [Install]
 WantedBy=multi-user.target
@@ -46,24 +46,24 @@ UNIT
 mkdir -p "$root/etc/systemd/system/multi-user.target.wants"
 ln -s ../try.service "$root/etc/systemd/system/multi-user.target.wants/"
 
-cat >"$root/root/try" <<'TRY'
+cat >"$root/srv/try" <<'TRY'
 #!/bin/bash
-exec >/root/log 2>&1
+exec >/srv/log 2>&1
 set -euo pipefail
 trap 'echo "FAILED at line $LINENO"; journalctl --no-pager -n 60' ERR
 eventually() { for _ in $(seq 100); do "$@" >/dev/null 2>&1 && return; sleep 0.1; done; "$@"; }
-replica() { berth replicas --token-file /root/ops | grep -q "^$1 .* $2 "; }
+replica() { berth replicas --token-file /srv/ops | grep -q "^$1 .* $2 "; }
 pid() { systemctl show -p MainPID --value "$1"; }
 
 systemd-sysusers
 cd /etc/berth
 berth token --principal sidecars --role replica --out sidecar.token >credentials
-berth token --principal ops --role admin --out /root/ops >>credentials
+berth token --principal ops --role admin --out /srv/ops >>credentials
 chown root:berth credentials sidecar.token
 chmod 0640 credentials sidecar.token
 
 systemctl start berth
-eventually berth stats --token-file /root/ops
+eventually berth stats --token-file /srv/ops
 [[ $(stat -c '%U %a' /var/lib/berth /var/lib/berth/store) == $'berth 700\nberth 700' ]]
 grep -q '^CapEff:.*0000000000000000$' "/proc/$(pid berth)/status"
 grep -q '^NoNewPrivs:.*1$' "/proc/$(pid berth)/status"
@@ -75,8 +75,8 @@ name=$(cat /proc/sys/kernel/hostname)-0
 eventually replica "$name" healthy
 echo "registered: $name"
 
-berth token --principal late --role admin --out /root/late >>credentials
-eventually berth stats --token-file /root/late
+berth token --principal late --role admin --out /srv/late >>credentials
+eventually berth stats --token-file /srv/late
 echo "a token was exchanged without a restart"
 
 mv /var/log/berth/audit.jsonl /var/log/berth/audit.1
@@ -105,9 +105,9 @@ for unit in berth berth-sidecar@0; do
 done
 echo "stopped: all well"
 TRY
-chmod +x "$root/root/try"
+chmod +x "$root/srv/try"
 
 timeout 150 systemd-nspawn -D "$root" --boot --register=no --keep-unit --private-network \
     --console=pipe </dev/null >"$temp/boot.log" 2>&1 || true
-cat "$root/root/log"
-grep -qx 'stopped: all well' "$root/root/log"
+cat "$root/srv/log"
+grep -qx 'stopped: all well' "$root/srv/log"

@@ -5,6 +5,7 @@ use prost::Message;
 
 use super::message::replica;
 use crate::{
+    api::register::is_id,
     error::{Error, Reason, Violation},
     fleet::Fleet,
     ids::ReplicaId,
@@ -29,7 +30,8 @@ pub(super) fn list(
     fleet: &Fleet,
     request: proto::ListReplicasRequest,
 ) -> Result<proto::ListReplicasResponse, Error> {
-    if !crate::api::register::is_id_or_empty(&request.page_token) {
+    let token = request.page_token;
+    if !(token.is_empty() || is_id(&token)) {
         return Err(Error::invalid(
             Reason::InvalidRequest,
             vec![Violation::new(
@@ -50,7 +52,7 @@ pub(super) fn list(
     };
     let mut page = proto::ListReplicasResponse::default();
     let mut bytes = 0;
-    let mut after = Some(request.page_token)
+    let mut after = Some(token)
         .filter(|token| !token.is_empty())
         .map(ReplicaId::new);
     loop {

@@ -25,9 +25,6 @@ use crate::{
     proto::{Replica, ReplicaHealth, fleet_service_client::FleetServiceClient},
 };
 
-/// A list of a large fleet is larger than what clients decode by default.
-pub(super) const MAX_RESPONSE_BYTES: usize = 64 << 20;
-
 /// Where the control plane is.
 #[derive(Clone, Debug, clap::Args)]
 pub(super) struct Connection {
@@ -116,17 +113,12 @@ impl Connection {
                 .keep_alive_timeout(Duration::from_secs(10))
                 .keep_alive_while_idle(true)
         });
-        let option = |fault| match fault {
-            NoWire::Url(fault) => format!("--url (BERTH_URL): {fault}"),
-            NoWire::File(fault) => fault,
-        };
         let channel = wire.map_err(|faults| {
-            let faults: Vec<String> = faults.into_iter().map(option).collect();
+            let faults = NoWire::told(faults, "--url (BERTH_URL)");
             Failure::new(Failure::USAGE, faults.join("; "))
         })?;
         Ok(Operator {
-            client: FleetServiceClient::new(channel.clone())
-                .max_decoding_message_size(MAX_RESPONSE_BYTES),
+            client: FleetServiceClient::new(channel.clone()),
             channel,
             connection: self,
         })
